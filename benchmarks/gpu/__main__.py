@@ -3,7 +3,8 @@
 python -m benchmarks.gpu --out results
 
 Everything runs in pytest processes, and `plugin` continues after tests that fail, hang or crash. Each result is written
-to `lines.jsonl` as soon as it is known. See docs/how-to/gpu.md.
+to `lines.jsonl` as soon as it is known, and `results.json` is complete at any time. What the time does not allow is
+reported as not measured. See docs/how-to/gpu.md.
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.gpu.report import Results, summarize
 
+Store = Callable[[], None]  # writes results.json
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("lines.jsonl", "lines.jsonl.stacks", "log.txt", "results.json")
 MACHINE_SECONDS = 90.0
+LAST_SECONDS = 10.0  # seconds of the check that are left to the end of the last part and to the report
+STORE_SECONDS = 0.5  # interval at which results.json is written
 MOST_REPEATED = 20  # maximum number of failed tests that are repeated
 GIB_PER_PROCESS = 4.0  # GPU memory of a test process and of the processes that its tests start
 
@@ -54,10 +60,12 @@ GPU_TESTS = (
     *("-W", 'ignore:buffers = "frozen"'),  # as in pyproject.toml
 )
 FULL_GPU = "tests/device/test_full_gpu.py"
-PARTS = {  # warnings of PyTorch are reported but are not errors
+WARNINGS = "-W", "default"  # warnings of PyTorch are reported but are not errors
+PARTS = {  # in the order of their value
+    "goals": Part(0.6, WARNINGS, ("benchmarks/gpu/measure.py::test_goal",), True, 100),
     "tests": Part(0.6, (*GPU_TESTS, f"--ignore={FULL_GPU}"), ("tests/device",), False, 100),
     "a full GPU": Part(0.3, GPU_TESTS, (FULL_GPU,), True, 60),
-    "speed and memory": Part(1.0, ("-W", "default"), ("benchmarks/gpu/measure.py",), True, 100),
+    "other measurements": Part(1.0, WARNINGS, ("benchmarks/gpu/measure.py::test_measurement",), True, 100),
 }
 PYTEST = (
     *("-m", "pytest", "-p", "benchmarks.gpu.plugin", "-p", "no:cacheprovider", "--continue-on-collection-errors"),
@@ -68,7 +76,8 @@ PYTEST = (
 def main(words: Sequence[str] | None = None) -> int:
     """Run the check. Return 0 if no test failed and every test was reached, else 1."""
     options = options_of(words)
-    out, started = folder_of(options.out), time.monotonic()
+    deadline = time.monotonic() + 60 * options.minutes - LAST_SECONDS
+    out = folder_of(options.out)
     print(f"results: {out}", flush=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -76,26 +85,34 @@ def main(words: Sequence[str] | None = None) -> int:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # handled like Ctrl-C: the results so far are reported
     results = Results(out / "lines.jsonl")
+    store = partial(results.write, out / "results.json")
     with contextlib.suppress(KeyboardInterrupt):
+        store()
         results.machine = machine(environment)
         if options.device == "cuda" and results.machine.get("device") == "cpu":
             results.machine["error"] = "PyTorch finds no GPU; see `fedsim doctor`, or try the check with --device cpu"
         if options.device == "cpu" or results.machine.get("device", "cpu") != "cpu":
-            for name, part in PARTS.items():
-                left = 60 * options.minutes - (time.monotonic() - started)
-                processes = 1 if part.exclusive else processes_for(results.machine)
-                run_part(part, processes, options.k, left * part.share, out, environment)
-                results.read()
-                failed = tuple(results.failed_tests)
-                if processes > 1 and 0 < len(failed) <= MOST_REPEATED:
-                    seconds = min(left * part.share, len(failed) * part.seconds)
-                    run_part(part._replace(paths=failed), 1, "", seconds, out, environment, alone=True)
-                    results.read()
-                print(f"{time.monotonic() - started:5.0f} s  {name}: {results.counted()}", flush=True)
-    results.read()
-    (out / "results.json").write_text(json.dumps(results.as_json(), indent=1, default=str) + "\n")
+            run_parts(results, options.k, deadline, out, environment, store)
+    store()
     print(summarize(results), flush=True)
     return int(not results.complete)
+
+
+def run_parts(
+    results: Results, expression: str, deadline: float, out: Path, environment: dict[str, str], store: Store
+) -> None:
+    """Run all parts, and repeat tests alone that failed beside others. Each part uses its share of the time left."""
+    for name, part in PARTS.items():
+        processes = 1 if part.exclusive else processes_for(results.machine)
+        seconds, known = part.share * (deadline - time.monotonic()), set(results.failed_tests)
+        run_part(part, processes, expression, seconds, out, environment, store)
+        store()
+        failed = tuple(test for test in results.failed_tests if test not in known)[:MOST_REPEATED]
+        if processes > 1 and failed:
+            seconds = min(part.share * (deadline - time.monotonic()), len(failed) * part.seconds)
+            run_part(part._replace(paths=failed), 1, "", seconds, out, environment, store, alone=True)
+            store()
+        print(f"{max(0, deadline - time.monotonic()):5.0f} s left after {name}: {results.counted()}", flush=True)
 
 
 def options_of(words: Sequence[str] | None) -> argparse.Namespace:
@@ -151,23 +168,30 @@ def run_part(
     seconds: float,
     out: Path,
     environment: dict[str, str],
+    store: Store,
     *,
     alone: bool = False,
 ) -> None:
-    """Run pytest for at most `seconds`, then kill all of its processes.
+    """Run pytest for at most `seconds`, then kill all of its processes. Call `store` again and again meanwhile.
 
     `alone`: whether failed tests are repeated without other tests beside them.
     """
+    if seconds < 1:
+        return
     command = [sys.executable, *PYTEST, *part.options, *part.paths, "-k", expression, "-n", str(processes)]
     command += ["--lines", str(out / "lines.jsonl"), "--test-seconds", str(part.seconds), *["--alone"] * alone]
+    deadline = time.monotonic() + seconds
     with open(out / "log.txt", "ab") as log:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True, stdin=subprocess.DEVNULL
         )
         try:
-            process.wait(max(1.0, seconds))
-        except subprocess.TimeoutExpired:
-            log.write(f"\nended after {seconds:.0f} s\n".encode())
+            while process.poll() is None and (left := deadline - time.monotonic()) > 0:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(min(STORE_SECONDS, left))
+                store()
+            if process.returncode is None:
+                log.write(f"\nended after {seconds:.0f} s\n".encode())
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

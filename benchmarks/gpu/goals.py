@@ -50,12 +50,15 @@ class Verdict(NamedTuple):
     met: bool | None
     baseline: tuple[str, float] | None
 
+    @property
+    def word(self) -> str:
+        return {True: "met", False: "missed", None: "not measured"}[self.met]
+
     def __str__(self) -> str:
         name, figure, most = self.goal
-        met = {True: "met", False: "NOT met", None: "not measured"}[self.met]
-        value = "" if self.measured is None else f" {self.measured:.4g}"
+        value = "-" if self.measured is None else f"{self.measured:.4g}"
         baseline = "" if self.baseline is None else ", best baseline: {} {:.4g}".format(*self.baseline)
-        return f"goal {met}: {name}: {figure}{value} (at most {most:g}){baseline}"
+        return f"{self.word:<14}{name:<22}{figure:<17}{value:>7} (at most {most:g}){baseline}"
 
     def as_json(self) -> dict[str, Any]:
         return {**self.goal._asdict(), "measured": self.measured, "met": self.met, "best_baseline": self.baseline}

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import collections
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.goals import BASELINES, Verdict, verdicts
+from benchmarks.gpu.goals import BASELINES, Goal, Verdict, verdicts
 
 MOST_FAILURES, MOST_WARNINGS, WIDTH = 20, 4, 150
 WORKLOADS = ("w1", "w2", "w3", "w4", "w3-1000", "resnet20", "char_lstm", "gpt")
 WAYS = ("batched", "no graphs", "tf32", "auto", "processes", "serial", *BASELINES)
 LIMIT = "limit"  # column of the lower bounds
+WORDS = "met", "missed", "not measured"
 MACHINE = {"processor": "", "cores": " cores", "device": ""}  # metadata that names the machine, with their units
 
 
@@ -22,11 +24,13 @@ class Results:
     Attributes:
         machine: output of `benchmarks.gpu.machine`, or its error.
         tests: last line of each test by name; a failure is not replaced. Further outcomes are "not reached", "cut" (the
-            test was running at the time limit), and "passed alone" (it failed beside other tests).
+            test was running at the time limit), "passed alone" and "failed twice" (it failed beside other tests, and
+            was repeated without them).
         warnings: number of occurrences of each text.
     """
 
     PASSED = "passed", "passed alone", "skipped"
+    FAILED = "failed", "failed twice"
 
     def __init__(self, lines: Path) -> None:
         self.machine: dict[str, Any] = {}
@@ -50,9 +54,10 @@ class Results:
                 continue
             name = fields.get("started", fields.get("test"))
             before = self.tests.get(name, {})
-            if before.get("outcome") == "failed":
-                if fields.get("alone") and fields["outcome"] == "passed":
-                    self.tests[name] = {**before, "outcome": "passed alone"}
+            if before.get("outcome") in self.FAILED:
+                if fields.get("alone"):
+                    alone = {"passed": "passed alone", "failed": "failed twice"}
+                    self.tests[name] = {**before, "outcome": alone.get(fields["outcome"], before["outcome"])}
             elif name is not None:
                 self.tests[name] = {"outcome": "cut"} if "started" in fields else fields
 
@@ -62,7 +67,7 @@ class Results:
 
     @property
     def failed_tests(self) -> list[str]:
-        return [name for name, test in self.tests.items() if test["outcome"] == "failed"]
+        return [name for name, test in self.tests.items() if test["outcome"] in self.FAILED]
 
     @property
     def failures(self) -> dict[str, str]:
@@ -77,15 +82,21 @@ class Results:
 
     def figures(self) -> dict[str, dict[str, Any]]:
         """Return the recorded figures by the part of the test's name in brackets, such as "w3, batched"."""
-        return {
-            name.partition("[")[2].removesuffix("]"): test["figures"]
-            for name, test in self.tests.items()
-            if "figures" in test
-        }
+        return {measured(name): test["figures"] for name, test in self.tests.items() if "figures" in test}
 
     def verdicts(self) -> list[Verdict]:
-        """Compare the figures with the goals, which exist only for GPUs: a CPU trains on few samples."""
-        return [] if self.machine.get("device") == "cpu" else verdicts(self.figures())
+        """Compare the figures with all goals. On a CPU, which trains on few samples, no goal counts as measured."""
+        return verdicts({} if self.machine.get("device") == "cpu" else self.figures())
+
+    def reason(self, goal: Goal) -> str:
+        """Return why the figure of a goal is unknown."""
+        if "error" in self.machine or self.machine.get("device") == "cpu":
+            return self.machine.get("error", "the goals are those of a GPU")
+        test = next((test for name, test in self.tests.items() if measured(name) == goal.measurement), None)
+        if test is None:
+            return "not started"
+        lacking = "the measurement lacks this figure" if test["outcome"] == "passed" else test["outcome"]
+        return test.get("error") or lacking
 
     def as_json(self) -> dict[str, Any]:
         """Return the results in the format of the files in benchmarks/results."""
@@ -100,12 +111,26 @@ class Results:
             "fedsim": metadata.get("git_commit") or metadata.get("fedsim"),
         }
 
+    def write(self, path: Path) -> None:
+        """Read all lines again and replace the file, which is complete at any time."""
+        self.read()
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(self.as_json(), indent=1, default=str) + "\n", encoding="utf-8")
+        os.replace(new, path)
+
+
+def measured(test: str) -> str:
+    """Return the part of a test's name in brackets, which is the name of a measurement."""
+    return test.partition("[")[2].removesuffix("]")
+
 
 def summarize(results: Results) -> str:
-    """Return the final text: outcomes, failures, warnings, figures and goals."""
+    """Return the final text: outcomes, failures, warnings and figures, and at the end the table of all goals."""
     machine, figures, failures = results.machine, results.figures(), results.failures
     lines = [f"fedsim {machine.get('git_commit') or ''} on {machine.get('device', 'no device')}: {results.counted()}"]
-    lines += [f"FAILED {name}: {error}" for name, error in [*failures.items()][:MOST_FAILURES]]
+    for name, error in [*failures.items()][:MOST_FAILURES]:
+        twice = results.tests.get(name, {}).get("outcome") == "failed twice"
+        lines.append(f"FAILED {'twice, also alone: ' * twice}{name}: {error}")
     lines += [
         f"passed only alone: {name}: {test['error']}"
         for name, test in results.tests.items()
@@ -114,9 +139,18 @@ def summarize(results: Results) -> str:
     lines += [f"... {len(failures) - MOST_FAILURES} more failures, in results.json"] * (len(failures) > MOST_FAILURES)
     lines += [f"warning, {count} times: {text}" for text, count in results.warnings.most_common(MOST_WARNINGS)]
     lines += [f"{name}: {fields['us']} us" for name, fields in figures.items() if "us" in fields]
-    lines += table(figures)
-    lines += [str(verdict) for verdict in results.verdicts()] or ["goals: only for a GPU"]
+    lines += [*table(figures), *table_of_goals(results)]
     return "\n".join(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in lines)
+
+
+def table_of_goals(results: Results) -> list[str]:
+    """Return a line with the numbers of met, missed and unmeasured goals, and a line for each goal."""
+    all_goals = results.verdicts()
+    counts = collections.Counter(verdict.word for verdict in all_goals)
+    lines = [f"{len(all_goals)} goals: " + ", ".join(f"{counts[word]} {word}" for word in WORDS)]
+    for verdict in all_goals:
+        lines.append(f"{verdict}: {results.reason(verdict.goal)}" if verdict.met is None else str(verdict))
+    return lines
 
 
 def table(figures: dict[str, dict[str, Any]]) -> list[str]:

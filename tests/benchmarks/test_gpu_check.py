@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -51,8 +55,8 @@ def results_of(tmp_path, text, seconds, test_seconds):
     (tmp_path / "test_some.py").write_text(text)
     part = check.Part(1.0, ("--rootdir", str(tmp_path), "-c", os.devnull), ("test_some.py",), True, test_seconds)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    check.run_part(part, 1, "", seconds, tmp_path, environment)
     results = Results(tmp_path / "lines.jsonl")
+    check.run_part(part, 1, "", seconds, tmp_path, environment, results.read)
     results.read()
     return results
 
@@ -101,6 +105,76 @@ def test_right():
 """
 
 
+SLOW = """
+import time
+import pytest
+
+@pytest.mark.parametrize("name", ["w1, batched", "w2, batched"])
+def test_goal(name, record_property):
+    if name == "w2, batched":
+        time.sleep(600)
+    record_property("figures", {"round_ms": 1.0})
+"""
+
+
+@pytest.fixture
+def slow_check(tmp_path, monkeypatch):
+    """Return the words of a check whose second measurement hangs, and the path of its results."""
+    (tmp_path / "test_some.py").write_text(SLOW)
+    words = ["--rootdir", str(tmp_path), "-c", os.devnull]
+    program = f"""
+import sys
+from pathlib import Path
+from benchmarks.gpu import __main__ as check
+
+part = check.Part(1.0, {words}, ("test_some.py",), True, 600.0)
+check.PARTS = {{"first": part, "second": part._replace(paths=("test_other.py",))}}
+check.ROOT = Path({str(tmp_path)!r})
+check.LAST_SECONDS = 1.0
+check.machine = lambda environment: {{"device": "GPU", "cores": 2}}
+sys.exit(check.main())
+"""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return ["-c", program, "--out", str(tmp_path / "out")], tmp_path / "out" / "results.json"
+
+
+def goals_of(path):
+    goals = {(goal["measurement"], goal["figure"]): goal["met"] for goal in json.loads(path.read_text())["goals"]}
+    assert len(goals) == len(GOALS)
+    return {measurement: met for (measurement, figure), met in goals.items() if figure == "round_ms"}
+
+
+def test_a_check_that_is_killed_leaves_readable_results(slow_check):
+    words, path = slow_check
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    try:
+        while not (path.exists() and goals_of(path)["w1, batched"]):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait()
+        for child in Path("/proc").glob("[0-9]*/cmdline"):  # killing the check spares its tests
+            with contextlib.suppress(OSError):
+                if str(path.parent / "lines.jsonl").encode() in child.read_bytes():
+                    os.kill(int(child.parent.name), signal.SIGKILL)
+    assert goals_of(path)["w2, batched"] is None
+
+
+def test_what_does_not_fit_into_the_time_is_not_measured(slow_check):
+    words, path = slow_check
+    done = subprocess.run(
+        [sys.executable, *words, "--minutes", "0.1"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 1
+    goals = goals_of(path)
+    assert (goals["w1, batched"], goals["w2, batched"], goals["w3, batched"]) == (True, None, None)
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "not measured w2, batched round_ms - (at most 50): cut" in lines
+
+
 @pytest.mark.parametrize(("expression", "status"), [pytest.param("first or right", 0, marks=pytest.mark.slow), ("", 1)])
 def test_a_test_that_failed_beside_others_is_repeated_alone(expression, status, tmp_path, monkeypatch, capsys):
     (tmp_path / "test_some.py").write_text(CROWDED)
@@ -112,7 +186,7 @@ def test_a_test_that_failed_beside_others_is_repeated_alone(expression, status, 
     assert check.main(["--out", str(tmp_path / "out"), "-k", expression]) == status
     shown = capsys.readouterr().out
     assert "passed only alone: test_some.py::test_fails[on the first try]" in shown
-    assert ("FAILED test_some.py::test_fails[again and again]" in shown) == bool(status)
+    assert ("FAILED twice, also alone: test_some.py::test_fails[again and again]" in shown) == bool(status)
 
 
 @pytest.fixture
@@ -144,7 +218,8 @@ def test_a_summary_fits_on_a_screen_and_has_the_figures(results):
 
 
 def test_the_summary_says_for_each_goal_whether_it_is_met(results):
-    assert "goal NOT met: w3, batched: round_ms 10 (at most 3.5), best baseline: bare loop 150" in summarize(results)
+    lines = [" ".join(line.split()) for line in summarize(results).splitlines()]
+    assert "missed w3, batched round_ms 10 (at most 3.5), best baseline: bare loop 150" in lines
     (goal,) = [goal for goal in results.as_json()["goals"] if goal["measurement"] == "w3, batched" and goal["measured"]]
     assert (goal["most"], goal["measured"], goal["met"], goal["best_baseline"]) == (
         3.5,
@@ -153,8 +228,55 @@ def test_the_summary_says_for_each_goal_whether_it_is_met(results):
         ("bare loop", 150),
     )
     results.machine = {"device": "cpu"}
-    assert "NOT met" not in summarize(results)
-    assert results.as_json()["goals"] == []
+    assert f"{len(GOALS)} goals: 0 met, 0 missed, {len(GOALS)} not measured" in summarize(results)
+    assert [goal["met"] for goal in results.as_json()["goals"]] == [None] * len(GOALS)
+
+
+def test_the_summary_ends_with_all_goals_and_says_why_some_are_not_measured(tmp_path):
+    """Whatever has happened to a measurement: no goal is left out."""
+    ended = {
+        **{"w1, batched": {"outcome": "passed", "figures": {"round_ms": 59.0, "first_round_ms": 301.0}}},
+        **{"w2, batched": {"outcome": "failed", "error": "CUDA out of memory"}},
+        **{"which_rule": {"outcome": "passed", "figures": {"seconds": 12}}},
+        **{"rules, 20 x 21840": {"outcome": "passed", "figures": {"ms": {"mean": 1.0}}}},
+    }
+    lines = [{"selected": [f"a.py::test_goal[{name}]" for name in (*ended, "w3, batched", "gpt, batched")]}]
+    lines += [{"test": f"a.py::test_goal[{name}]", **fields} for name, fields in ended.items()]
+    lines += [{"started": "a.py::test_goal[w3, batched]"}]
+    (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    results = Results(tmp_path / "lines.jsonl")
+    results.machine = {"device": "GPU"}
+    results.read()
+    title, *table = [" ".join(line.split()) for line in summarize(results).splitlines()[-1 - len(GOALS) :]]
+    assert title == f"{len(GOALS)} goals: 2 met, 1 missed, {len(GOALS) - 3} not measured"
+    for verdict, line in zip(results.verdicts(), table, strict=True):
+        assert line.startswith(f"{verdict.word} {verdict.goal.measurement} {verdict.goal.figure} "), line
+    for line in (
+        "met w1, batched round_ms 59 (at most 60)",
+        "missed w1, batched first_round_ms 301 (at most 300)",
+        "not measured w2, batched round_ms - (at most 50): CUDA out of memory",
+        "not measured w3, batched round_ms - (at most 3.5): cut",
+        "not measured gpt, batched round_ms - (at most 100): not reached",
+        "not measured char_lstm, batched round_ms - (at most 300): not started",
+        "not measured rules, 20 x 21840 most_over_byzfl - (at most 1): the measurement lacks this figure",
+        "met which_rule seconds 12 (at most 12)",
+    ):
+        assert line in table
+    results.machine = {"error": "no device"}
+    assert summarize(results).splitlines()[-1].endswith(": no device")
+
+
+def test_the_goals_of_the_next_card_are_among_the_goals():
+    most = {goal.measurement.removesuffix(", batched"): goal.most for goal in GOALS if goal.figure == "round_ms"}
+    assert most == {**{"w1": 60, "w2": 50, "w3": 3.5, "w3-1000": 20, "gpt": 100, "char_lstm": 300, "resnet20": 60}}
+
+
+def test_every_goal_has_a_measurement():
+    from benchmarks.gpu import measure
+
+    of_gpu = {f"rules, {n} x {d}" for n in (20, 100) for d in (21_840, 1_663_370)}
+    assert measure.NAMES_OF_GOALS - of_gpu <= {*measure.MEASUREMENTS}
+    assert not measure.NAMES_OF_GOALS.intersection(measure.OTHER_NAMES)
 
 
 @pytest.mark.parametrize(
@@ -199,9 +321,10 @@ def test_a_measurement_on_the_cpu(monkeypatch):
 def test_as_many_test_processes_run_as_cores_and_gpu_memory_allow(machine, processes, tmp_path, monkeypatch):
     numbers = []
     monkeypatch.setattr(check, "machine", lambda environment: {**machine, "device": "GPU"})
-    monkeypatch.setattr(check, "run_part", lambda part, processes, *rest: numbers.append(processes))
+    monkeypatch.setattr(check, "run_part", lambda part, processes, *rest: numbers.append((processes, part.exclusive)))
     check.main(["--out", str(tmp_path)])
-    assert numbers == [processes, 1, 1]
+    assert numbers == [(1 if part.exclusive else processes, part.exclusive) for part in check.PARTS.values()]
+    assert (processes, False) in numbers
 
 
 @pytest.mark.slow
