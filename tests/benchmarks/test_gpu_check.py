@@ -271,14 +271,6 @@ def test_the_goals_of_the_next_card_are_among_the_goals():
     assert most == {**{"w1": 60, "w2": 50, "w3": 3.5, "w3-1000": 20, "gpt": 100, "char_lstm": 300, "resnet20": 60}}
 
 
-def test_every_goal_has_a_measurement():
-    from benchmarks.gpu import measure
-
-    of_gpu = {f"rules, {n} x {d}" for n in (20, 100) for d in (21_840, 1_663_370)}
-    assert measure.NAMES_OF_GOALS - of_gpu <= {*measure.MEASUREMENTS}
-    assert not measure.NAMES_OF_GOALS.intersection(measure.OTHER_NAMES)
-
-
 @pytest.mark.parametrize(
     ("machine", "line"),
     [({"error": "no device"}, "no device"), ({"device": "cpu"}, "PyTorch finds no GPU; see `fedsim doctor`, or try")],
