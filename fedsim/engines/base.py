@@ -27,6 +27,7 @@ from fedsim.rounds.worker_states import WorkerStates
 from fedsim.system.devices import release_memory, resolve_device, synchronize
 from fedsim.system.global_settings import run_settings
 from fedsim.system.limits import format_failure
+from fedsim.system.precision import without_recurrent_advice
 from fedsim.training.sequential import RowTrainer
 from fedsim.training.shared_state import SharedState
 from fedsim.training.task import RunTask
@@ -86,6 +87,7 @@ class Engine:
         self._state: dict[str, Any] = {}  # of this process, if there is no pool: its executor and synchronous rounds
         self._work: tuple[Any, ...] = ()  # arguments with which the processes of a pool begin the task
         self._began = False
+        self._shown: dict[Any, Any] = {}  # warnings of processes that Python has shown, as in `__warningregistry__`
 
     @property
     def processes(self) -> int:
@@ -186,7 +188,8 @@ class Engine:
             answers = self._call(_run, of, method, *arguments)
             distinct = {(warning.category, str(warning.message)): warning for _, noted in answers for warning in noted}
             for warning in distinct.values():  # several processes may give the same warning
-                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+                place = warning.category, warning.filename, warning.lineno
+                warnings.warn_explicit(warning.message, *place, registry=self._shown)
             return [result for result, _ in answers]
         executor = self._state["executor"]
         try:
@@ -309,6 +312,7 @@ def _make_executor(process: ProcessContext, mailbox: Tensor, task: RunTask, *arg
         torch.get_device_module(task.device).set_device(task.device)
     settings = process.state["settings"] = contextlib.ExitStack()
     settings.enter_context(run_settings(task.experiment.threads_per_process))
+    settings.enter_context(without_recurrent_advice(task.device))
     process.state |= _new_state(Team(process, task.device, mailbox), task, *arguments)
 
 

@@ -48,7 +48,7 @@ from fedsim.runs.session import Session
 from fedsim.system.c_libraries import warn_if_threads_spin
 from fedsim.system.devices import shares_memory
 from fedsim.system.global_settings import run_settings
-from fedsim.system.precision import PRECISIONS, full_precision
+from fedsim.system.precision import PRECISIONS, full_precision, without_recurrent_advice
 from fedsim.training.memory import explain_oom
 
 MOST_RACING = 32  # default maximum of a race's processes; each needs about 250 MB of memory
@@ -81,6 +81,7 @@ def begun(
     with (
         run_settings(threads),  # the user's modules may have changed settings when they were imported
         preserve_random_state(device),
+        without_recurrent_advice(device),
         workers_named(),
         session.engine(
             engine_name, device, processes, threads, experiment.process_timeout, experiment.start_method

@@ -11,7 +11,8 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +74,7 @@ class Precision:
 
     def training(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager for training on `device`, which enables TF32 if this precision allows TF32."""
-        return _on_cuda(self.tf32) if device.type == "cuda" else contextlib.nullcontext()
+        return tf32_allowed(self.tf32) if device.type == "cuda" else contextlib.nullcontext()
 
     def require(self, device: torch.device) -> None:
         """Raise ExperimentError if `device` does not support this precision."""
@@ -118,55 +119,67 @@ def full_precision(device: torch.device, convolutions: bool = True) -> contextli
     the user has allowed TF32 in matrix products.
     """
     if not convolutions and device.type == "cuda":
-        try:
-            if not torch.backends.cuda.matmul.allow_tf32:
+        with contextlib.suppress(RuntimeError):  # the user has set `fp32_precision` instead
+            if not getattr(*_older_switches()[0]):
                 return contextlib.nullcontext()
-        except RuntimeError:  # the user has set `fp32_precision` instead
-            pass
     return FULL.training(device)
-
-
-@contextlib.contextmanager
-def _on_cuda(tf32: bool) -> Iterator[None]:
-    """Allow or forbid TF32 inside the `with` block, and suppress a warning of PyTorch's recurrent networks.
-
-    The advice of this warning, to call `flatten_parameters()`, would separate the parameters from their row.
-    """
-    with tf32_allowed(tf32), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk of memory")
-        yield
 
 
 @contextlib.contextmanager
 def tf32_allowed(allowed: bool) -> Iterator[None]:
     """Allow or forbid TF32 in matrix products and convolutions on CUDA inside the `with` block."""
-    cuda: Any = torch.backends.cuda
-    cudnn: Any = torch.backends.cudnn
-    switches = [(cuda.matmul, "allow_tf32"), (cudnn, "allow_tf32")]
     value: bool | str = allowed
-    with _without_warnings():
-        try:
-            before = [getattr(*switch) for switch in switches]
-        except RuntimeError:
-            switches = [(part, "fp32_precision") for part in (cuda.matmul, cudnn.conv, cudnn.rnn)]
-            before = [getattr(*switch) for switch in switches]
-            value = "tf32" if allowed else "ieee"
-        for switch in switches:
-            setattr(*switch, value)
+    switches, cuda, cudnn = _older_switches(), cast(Any, torch.backends.cuda), cast(Any, torch.backends.cudnn)
+    try:
+        before = [getattr(*switch) for switch in switches]
+    except RuntimeError:
+        switches = [(part, "fp32_precision") for part in (cuda.matmul, cudnn.conv, cudnn.rnn)]
+        before = [getattr(*switch) for switch in switches]
+        value = "tf32" if allowed else "ieee"
+    for switch in switches:
+        setattr(*switch, value)
     try:
         yield
     finally:
-        with _without_warnings():
-            for switch, earlier in zip(switches, before, strict=True):
-                setattr(*switch, earlier)
+        for switch, earlier in zip(switches, before, strict=True):
+            setattr(*switch, earlier)
+
+
+@cache
+def _older_switches() -> list[tuple[Any, str]]:
+    """Return the attributes that allow TF32 in matrix products and in convolutions, in all PyTorch versions.
+
+    PyTorch 2.9 reports in the first use of one that they are deprecated. This use is here, and the report is
+    suppressed. A `catch_warnings` in each use would let Python show all warnings again, also those of the user's code.
+    """
+    switches = [(torch.backends.cuda.matmul, "allow_tf32"), (torch.backends.cudnn, "allow_tf32")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for switch in switches:
+            with contextlib.suppress(RuntimeError):
+                setattr(*switch, getattr(*switch))
+    return switches
 
 
 @contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Suppress warnings inside the block, because some PyTorch versions report `allow_tf32` as deprecated."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+def without_recurrent_advice(device: torch.device) -> Iterator[None]:
+    """Suppress a warning of PyTorch's recurrent networks on CUDA inside the `with` block, which is a whole run.
+
+    The advice of this warning, to call `flatten_parameters()`, would separate the parameters from their row. Other
+    filters that change inside the block stay changed.
+    """
+    if device.type != "cuda":
         yield
+        return
+    filters = cast("list[Any]", warnings.filters)
+    before = [*filters]
+    warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk of memory")
+    ours = filters[:1]
+    try:
+        yield
+    finally:
+        if ours[0] not in before and ours[0] in filters:
+            filters.remove(ours[0])
 
 
 def cast_for_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
