@@ -1,21 +1,20 @@
-"""Memory of large cohorts, computed before a run and measured in one round on random tokens.
+"""Memory of large cohorts: computed before a run, and the peak of one round with fewer workers on random tokens.
 
 The settings are those of pfl-research for StackOverflow and for language models. The computed memory is that of
 fedsim's check before the first round (`fedsim.runs.memory.memory_needed`), with two processes and without
-checkpoints. It does not count libraries, data and activations.
+checkpoints. It does not count libraries, data and activations. The peak is the proportional set size of all processes.
 
-    python benchmarks/cohort_memory.py            computed memory
-    python benchmarks/cohort_memory.py --measure  also a round with a few workers of each model
+    python benchmarks/cohort_memory.py
 """
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from common import CPU
+from common import CPU, report
 from memory import peak_pss
 
 from fedsim.config.load import load_experiment
@@ -62,18 +61,23 @@ def computed(words: tuple[str, ...], cohort: int) -> tuple[int, int, int]:
     return layout.d, stored, added
 
 
+def gigabytes(nbytes: float) -> float:
+    return round(nbytes / 1e9, 4)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", action="store_true", help="run a round of each model")
-    measure = parser.parse_args().measure
-    print("| model | parameters | cohort | all updates stored | updates added up |\n|---|---|---|---|---|")
+    figures: dict[str, Any] = {}
     for name, words in MODELS.items():
-        for cohort in COHORTS:
-            d, stored, added = computed(words, cohort)
-            print(f"| {name} | {d / 1e6:.1f} million | {cohort:,} | {stored / 1e9:,.1f} GB | {added / 1e9:.2f} GB |")
-    for name, words in MODELS.items() if measure else ():
+        cohorts = {cohort: computed(words, cohort) for cohort in COHORTS}
         few = [*TOKENS, *words, *FEW[name], "rounds=1"]
-        print(f"{name}, {FEW[name][0]}: peak of {peak_pss(*few) / 1e3:.2f} GB")
+        figures[name] = {
+            "parameters": cohorts[COHORTS[0]][0],
+            "computed_stored_gb": {cohort: gigabytes(stored) for cohort, (_, stored, _) in cohorts.items()},
+            "computed_added_up_gb": {cohort: gigabytes(added) for cohort, (_, _, added) in cohorts.items()},
+            "measured": " ".join(FEW[name]),
+            "peak_gb": gigabytes(1e6 * peak_pss(*few)),
+        }
+    report("cohort_memory", **figures)
 
 
 if __name__ == "__main__":

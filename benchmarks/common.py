@@ -73,8 +73,14 @@ def median(values: Sequence[float]) -> float:
 
 
 def report(name: str, *, device: torch.device = CPU, keep: bool = True, **figures: Any) -> None:
-    """Print the benchmark's figures as JSON and (`keep`) store them in results/<name>-<device>.json."""
+    """Print the benchmark's figures as JSON and (`keep`) store them in results/<name>-<device>.json.
+
+    Figures of changed code are not stored: they name a commit that has other code. Changed results do not matter.
+    """
     metadata = describe_environment()
+    commit = metadata["git_commit"]
+    changes = ["git", "diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results"]
+    unchanged = commit is not None and subprocess.run(changes, cwd=ROOT, check=False).returncode == 0
     gpu = "" if device.type == "cpu" else f", {describe_device(device)}"
     facts_and_figures = {
         "benchmark": name,
@@ -82,12 +88,14 @@ def report(name: str, *, device: torch.device = CPU, keep: bool = True, **figure
         "date": f"{datetime.date.today()}",
         "machine": f"{metadata['processor']}, {usable_cores()} cores{gpu}",
         "torch": torch.__version__,
-        "fedsim": metadata["git_commit"] or metadata["fedsim"],
+        "fedsim": commit.removesuffix("+dirty") if unchanged else commit or metadata["fedsim"],
     }
     text = json.dumps(facts_and_figures, indent=1)
     print(text)
-    if keep:
+    if keep and unchanged:
         RESULTS.mkdir(exist_ok=True)
         path = RESULTS / f"{name}-{device.type}.json"
         path.write_text(text + "\n")
         print(f"stored in {path.relative_to(ROOT)}", file=sys.stderr)
+    elif keep:
+        print("not stored: commit all changes first", file=sys.stderr)
