@@ -34,6 +34,7 @@ from fedsim.config.load import load_experiment, with_data
 from fedsim.core.randomness import batch_order, draw_key
 from fedsim.errors import FedsimError
 from fedsim.records.record import LARGEST
+from tests.device.pretend import pretend_gpu
 from tests.fuzz.draw import Settings, loaded
 from tests.fuzz.runs import Lab, Outcome, result_of, run, untimed
 from tests.waves import in_waves
@@ -181,6 +182,18 @@ def stacks(lab: Lab, settings: Settings) -> str | None:
     settings = in_float64(settings)
     batched = lab.run(settings, engine="batched", processes=1)
     return far(lab, settings, lab.run(settings), batched, "serial and batched")
+
+
+@named("gpu")
+def gpu(lab: Lab, settings: Settings) -> str | None:
+    """A run on the pretend GPU gives the numbers of the CPU, up to rounding, with single workers and with stacks."""
+    settings = in_float64(settings)
+    for engine in ("serial", "batched"):
+        with pretend_gpu():
+            outcome = run({**settings, "device": "cuda", "engine": engine, "processes": 1})
+        if found := far(lab, settings, lab.run(settings), outcome, f"the CPU and {engine} on the GPU"):
+            return found
+    return None
 
 
 @named("pool", often=True)
