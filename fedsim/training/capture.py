@@ -41,21 +41,24 @@ class GraphPool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def capture(self, run: Run, warm_up: Run | None = None) -> Run:
+    def capture(self, run: Run) -> Run:
         """Capture a call of `run` as a CUDA graph, and return a function that replays it.
 
         Raises ExperimentError if `run` uses an operation that a CUDA graph does not support.
+
+        `run` is a function that uses the same tensors in each call.
+        """
+        require_capturable(run, self.device)
+        return self.record(run)
+
+    def record(self, run: Run, warm_up: Run | None = None) -> Run:
+        """Do what `capture` does, but without first checking whether a CUDA graph supports all operations.
 
         Args:
             run: function that uses the same tensors in each call.
             warm_up: function that is called before the capture: a part of `run` with the same operations. None: `run`
                 itself is called.
         """
-        require_capturable(warm_up or run, self.device)
-        return self.record(run, warm_up)
-
-    def record(self, run: Run, warm_up: Run | None = None) -> Run:
-        """Do what `capture` does, but without first checking whether a CUDA graph supports all operations."""
         with torch.cuda.device(self.device):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
@@ -89,18 +92,34 @@ class GraphPool:
                     getattr(torch._C, name)(self.device.index, self._handle)
 
 
-def require_capturable(run: Run, device: torch.device) -> None:
-    """Raise ExperimentError, with the reason, if a CUDA graph does not support the operations of `run`.
+def require_capturable(run: Run, device: torch.device) -> int:
+    """Return the approximate number of kernels that `run` launches, which are the nodes of a CUDA graph.
+
+    Raises ExperimentError, with the reason, if a CUDA graph does not support the operations of `run`.
 
     `run` is called twice. The global random state does not change.
     """
     with preserve_random_state(device):
         run()
         before = global_states(device)
-        with CaptureCheck(device):
+        with CaptureCheck(device) as check:
             run()
         if global_states(device) != before:
             raise ExperimentError("a training step draws random numbers, which a CUDA graph does not support")
+    return check.nodes
+
+
+def kernels_of(function: Any, args: tuple) -> int:
+    """Return how many kernels an operation launches: none for a view, about one for most other operations.
+
+    One operation runs all time steps of all layers of a recurrent network. cuDNN launches about two kernels for each
+    step of a layer: a matrix product, and the gates.
+    """
+    if function.is_view or "rnn" not in function.name():
+        return int(not function.is_view)
+    named = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False))
+    state = named.get("hx")  # [layers, samples, values]; the inputs are [time, samples, values], in any order
+    return 1 if state is None else 2 * len(state) * (named["input"][..., 0].numel() // state.shape[1])
 
 
 class OperationCheck(TorchDispatchMode):
@@ -130,11 +149,13 @@ class CaptureCheck(OperationCheck):
     These are operations that copy values from the GPU to the CPU, or that use tensors on another device. Two kinds of
     CPU tensors are allowed: Python numbers that PyTorch converts to tensors, which become constants of the graph, and
     the random state that attention passes to its backward pass, which is on the GPU during a capture.
+
+    `nodes` is the approximate number of kernels that the operations launch.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._device = device
+        self._device, self.nodes = device, 0
         self._constants: list[Tensor] = []  # Python numbers that PyTorch converted to tensors
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -143,6 +164,7 @@ class CaptureCheck(OperationCheck):
             raise ExperimentError(
                 f"the computation reads tensor values on the host (in {function}), which a CUDA graph does not support"
             )
+        self.nodes += kernels_of(function, args)
         input_tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         result = function(*args, **kwargs)
         if function in _OF_NUMBERS and not input_tensors:

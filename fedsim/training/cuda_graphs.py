@@ -22,7 +22,7 @@ from fedsim.clients.schedule import Varying
 from fedsim.core.rows import new_rows
 from fedsim.errors import ExperimentError, FedsimWarning, one_line
 from fedsim.system.devices import to_device
-from fedsim.training.capture import GraphPool, Run, can_capture
+from fedsim.training.capture import GraphPool, Run, can_capture, require_capturable
 from fedsim.training.client_rounds import ClientRounds
 from fedsim.training.forward_functions import Dropout, FactorsAhead
 from fedsim.training.probe import StackingProbe
@@ -33,6 +33,7 @@ from fedsim.training.stacked_module import StackedModule
 from fedsim.training.task import RunTask
 
 LONGEST = 16  # maximum number of steps in a graph
+MOST_NODES = 4_000  # maximum number of kernels in a graph of several steps, whose capture takes time and memory
 MOST_LENGTHS = 4  # maximum number of lengths of graphs that train the same number of workers
 MOST_STEPS = 256  # maximum number of steps whose batches are on the device at a time
 MOST_SAMPLES = 2**22  # maximum number of samples in these batches: 48 MB of positions and weights
@@ -78,20 +79,21 @@ class Graph(NamedTuple):
     masked: bool
 
 
-def lengths_of(steps: int, captured: Collection[int]) -> list[int]:
+def lengths_of(steps: int, captured: Collection[int], longest: int = LONGEST) -> list[int]:
     """Return the lengths (numbers of steps) of the CUDA graphs that are replayed to run `steps` training steps.
 
-    As few graphs as possible are used: all have `LONGEST` steps, except the last. If all graphs can have one length
+    As few graphs as possible are used: all have `longest` steps, except the last. If all graphs can have one length
     with at most twice as many graphs, they have this length instead.
 
     Args:
         steps: number of training steps, at least 1.
         captured: lengths of the graphs captured so far. If new lengths would make more than `MOST_LENGTHS` lengths, the
             result contains only captured lengths and 1.
+        longest: maximum length.
     """
-    fewest = -(-steps // LONGEST)
+    fewest = -(-steps // longest)
     equal_lengths = [steps // count for count in range(fewest, 2 * fewest + 1) if steps % count == 0]
-    usable = set(equal_lengths[:1] or [LONGEST, steps % LONGEST])
+    usable = set(equal_lengths[:1] or [longest, steps % longest])
     if len(usable.union(captured, [1])) > MOST_LENGTHS:
         usable = {*captured, 1}
     lengths = list[int]()
@@ -109,6 +111,11 @@ def sizes_of_stacks(width: int, usual: Iterable[int]) -> list[int]:
         usual: most frequent numbers of workers. `width` and all powers of two below `width` are added to these.
     """
     return sorted({*usual, *(2**power for power in range((width - 1).bit_length())), width})
+
+
+def _warm_up_of(graph: Graph) -> Graph:
+    """Return a smaller graph with the same operations."""
+    return graph._replace(steps=min(2, graph.steps))
 
 
 class CapturedSteps:
@@ -141,6 +148,7 @@ class CapturedSteps:
         device, batch, wide, width = task.device, task.schedule.largest_batch, shared.cohort.buffers.dtype, sizes[-1]
         self._pool = GraphPool(device)
         self._graphs: dict[Graph, Run] = {}
+        self._longest: dict[tuple[int, bool], int] = {}  # maximum number of steps by number of rows and `masked`
 
         rows = new_rows(width, module.layout.d, task.dtype, device)
         rows.copy_(shared.server.row)
@@ -204,8 +212,11 @@ class CapturedSteps:
 
         See `Graph` for `masked`.
         """
+        if not steps:
+            return []
+        longest = self._longest_of(Graph(rows, steps, masked))
         captured = [graph.steps for graph in self._graphs if graph.rows == rows and graph.masked == masked]
-        graphs = [Graph(rows, length, masked) for length in lengths_of(steps, captured)] if steps else []
+        graphs = [Graph(rows, length, masked) for length in lengths_of(steps, captured, longest)]
         for graph in dict.fromkeys(graphs):
             self._capture(graph)
         return graphs
@@ -213,12 +224,19 @@ class CapturedSteps:
     def _size_for(self, rows: int) -> int:
         return next(size for size in self._sizes if size >= rows)
 
+    def _longest_of(self, graph: Graph) -> int:
+        """Return the maximum length of graphs like `graph`, after a check that steps like its own can be captured."""
+        key, trial = (graph.rows, graph.masked), _warm_up_of(graph)
+        if key not in self._longest:
+            nodes = require_capturable(partial(self._take_steps, trial), self._task.device)
+            self._longest[key] = max(1, min(LONGEST, MOST_NODES * trial.steps // nodes))
+        return self._longest[key]
+
     def _capture(self, graph: Graph) -> None:
         if graph not in self._graphs:
-            is_new = all((graph.rows, graph.masked) != (known.rows, known.masked) for known in self._graphs)
-            capture = self._pool.capture if is_new else self._pool.record  # other lengths have the same operations
-            warm_up = graph._replace(steps=min(2, graph.steps))
-            self._graphs[graph] = capture(partial(self._take_steps, graph), partial(self._take_steps, warm_up))
+            self._longest_of(graph)
+            warm_up = partial(self._take_steps, _warm_up_of(graph))
+            self._graphs[graph] = self._pool.record(partial(self._take_steps, graph), warm_up)
 
     def _start(self, stack: Stack) -> None:
         """Begin a round: copy the workers' parameters, states and buffers to the graphs' tensors."""

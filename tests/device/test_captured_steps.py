@@ -19,7 +19,7 @@ from fedsim.core.training import test as test_model
 from fedsim.errors import FedsimWarning
 from fedsim.rounds import evaluation
 from fedsim.training import cuda_graphs, shared_state
-from fedsim.training.capture import WARM_UPS, GraphPool
+from fedsim.training.capture import WARM_UPS, GraphPool, kernels_of
 from fedsim.training.cuda_graphs import MOST_LENGTHS, lengths_of
 from fedsim.training.stack_step import StackStep
 from tests.device.agreement import (
@@ -241,7 +241,7 @@ def test_equal_steps_are_replayed_as_few_graphs_with_the_same_numbers(local, rep
         return operations["replay of a graph"] - 2, result  # without those of the test
 
     few, together = run()
-    monkeypatch.setattr(cuda_graphs, "LONGEST", 1)
+    monkeypatch.setattr(cuda_graphs, "MOST_NODES", 1)
     many, alone = run()
     assert few == replays or (replays is None and few < many / 2)
     assert many == local.get("steps", many)
@@ -413,3 +413,40 @@ def test_after_a_failed_capture_a_gpu_draws_and_allocates_as_before(tables):
     tables |= {"local": {"batch_size": 16}}
     captured, ordinary = (run_on_gpu({**tables, "cuda_graphs": graphs}) for graphs in (True, False))
     assert_same_results(ordinary, captured, TOLERANCES["float64"])
+
+
+class Recurrent(nn.Module):
+    """A recurrent network that reads an image in parts of `size` pixels."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.network, self.last = nn.GRU(size, 4, batch_first=True), nn.Linear(4, 10)
+
+    def forward(self, x):
+        return self.last(self.network(x.flatten(1).unflatten(1, (-1, self.network.input_size)))[0][:, -1])
+
+
+@pytest.mark.parametrize(("size", "lengths"), [(56, {1, 2}), (14, {1})])
+def test_a_graph_of_long_recurrent_networks_has_few_steps(size, lengths, gpu, tables, monkeypatch):
+    model = {"name": f"{__name__}:Recurrent", "size": size}
+    tables |= {"rounds": 1, "local": {"batch_size": 4, "steps": 8}, "model": model, "cuda_graphs": True}
+    actual = fedsim.run(tables)
+    launches = [graph.launches for graph in gpu.graphs]
+    assert {round(count / launches[0]) for count in launches} == lengths
+    assert launches[0] > 4_000 or max(launches) <= 4_000
+    monkeypatch.setattr(cuda_graphs, "MOST_NODES", 10**9)
+    assert_same_results(fedsim.run(tables), actual, 0)
+    assert round(gpu.graphs[-1].launches / launches[0]) == 8
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_recurrent_operation_counts_as_its_kernels(batch_first):
+    """On CUDA, cuDNN runs all layers and time steps in one operation: 2 layers in both directions for 7 steps."""
+    network = nn.GRU(3, 5, 2, batch_first=batch_first, bidirectional=True, device="meta")
+    inputs, state = torch.zeros(4, 7, 3, device="meta"), torch.zeros(4, 4, 5, device="meta")
+    inputs = inputs if batch_first else inputs.transpose(0, 1)
+    weights = [weight for layer in network.all_weights for weight in layer]
+    run = torch.ops.aten._cudnn_rnn.default
+    assert kernels_of(run, (inputs, weights, 4, None, state)) == 2 * 4 * 7
+    assert kernels_of(torch.ops.aten._cudnn_rnn_flatten_weight.default, (weights,)) == 1
+    assert kernels_of(torch.ops.aten.view.default, (inputs, [-1])) == 0
