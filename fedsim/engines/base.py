@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fedsim.config.engines import EngineTraits
 from fedsim.core.registry import Registration, Registry
-from fedsim.errors import ExperimentError, FedsimError, ProcessLostError, WorkerError, one_line, show
+from fedsim.errors import FedsimError, ProcessLostError, WorkerError
+from fedsim.processes.messages import sharing_error
 from fedsim.processes.process_context import ProcessContext
 from fedsim.processes.process_pool import ProcessPool
 from fedsim.processes.shared_memory import share
@@ -166,10 +167,7 @@ class Engine:
         except RuntimeError as error:
             if isinstance(error, FedsimError) or task.device.type == "cpu":
                 raise
-            raise ExperimentError(
-                f"device = {show(str(task.device))}: processes cannot share memory of this device "
-                f"({one_line(error)}); use engine=serial"
-            ) from error
+            raise sharing_error(task.device, error) from error
 
     def run(self, method: Callable[..., T], *arguments: object, of: str = "executor") -> list[T]:
         """Call a method in every process, and return one result per process, in order.

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from fedsim.core.import_policy import local_modules
+from fedsim.errors import ExperimentError, one_line, show
 
 PASSES_FILES = hasattr(socket, "send_fds")  # false on Windows, where multiprocessing passes handles itself
 COUNT_BYTES = 4  # a message starts with the number of files, in this many bytes
@@ -71,7 +72,7 @@ class Message:
             named["storage_cls"]._release_ipc_counter(*counter, device=named["storage_device"])
             named["ref_counter_handle"] = NO_COUNTER
             self.lent.append(tensor.untyped_storage())
-        return rebuild, tuple(named.values())
+        return _rebuild_cuda_tensor, tuple(named.values())
 
     def duplicate_for_child(self, descriptor: int) -> int:
         """Add a file to the message, and return its index there. Called by multiprocessing."""
@@ -82,6 +83,31 @@ class Message:
     def DupFd(self, index: int) -> _File:  # noqa: N802  # multiprocessing's name
         """Return the placeholder for a file in the pickled data. Called by the unpickler."""
         return _File(index)
+
+
+def sharing_error(device: torch.device, error: Exception) -> ExperimentError:
+    """Return the error of a run whose processes cannot share memory of `device`, with PyTorch's `error` as the reason.
+
+    Memory of expandable segments is passed on by pidfd_getfd, which Linux may forbid (Yama's ptrace_scope, seccomp).
+    """
+    remedy = "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF or " * any(
+        reason in str(error) for reason in ("pidfd", "expandable_segments")
+    )
+    return ExperimentError(
+        f"device = {show(str(device))}: processes cannot share memory of this device ({one_line(error)}); "
+        f"{remedy}use engine=serial"
+    )
+
+
+def _rebuild_cuda_tensor(*arguments: Any) -> Tensor:
+    """Return a tensor in memory of another process. The arguments are those of PyTorch's function of this name."""
+    try:
+        return reductions.rebuild_cuda_tensor(*arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        named = inspect.signature(reductions.rebuild_cuda_tensor).bind(*arguments).arguments
+        raise sharing_error(torch.device("cuda", named["storage_device"]), error) from error
 
 
 class _Pickler(cloudpickle.Pickler):

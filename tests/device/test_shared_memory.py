@@ -12,8 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fedsim
 from fedsim.engines import base
+from fedsim.processes import process_pool
 from fedsim.processes.messages import NO_COUNTER, Channel, Message
-from tests.device.pretend import GPU, DeviceError, download, upload
+from fedsim.processes.process_context import ProcessContext
+from tests.device.pretend import GPU, download, upload
 from tests.engines.in_process import InProcessPool
 
 
@@ -78,7 +80,7 @@ def test_memory_outlives_its_tensors_in_the_sender_until_the_channels_are_closed
     del received
     for sender in senders:
         sender.close()
-    with pytest.raises(DeviceError, match="freed by its sender"):
+    with pytest.raises(fedsim.ExperimentError, match="freed by its sender"):
         receivers[1].receive().load()
     assert gpu.shared_memory.kept_for_ever == 0
 
@@ -92,6 +94,37 @@ def test_host_tensors_are_sent_as_before(channels):
 
 def test_a_receiver_looks_for_a_counter_that_does_not_exist(gpu):
     assert NO_COUNTER in Message(upload(torch.ones(3))).data
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("pidfd_getfd: Operation not permitted", "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF or use engine="),
+        ("CUDA error: invalid resource handle", "use engine=serial"),
+    ],
+)
+def test_a_process_that_cannot_receive_memory_refuses_the_run_in_one_line(reason, remedy, gpu, channels, monkeypatch):
+    def refuse(*arguments):
+        raise RuntimeError(reason)
+
+    senders, receivers = channels
+    senders[0].send((True, print, (upload(torch.ones(3)),)))
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", staticmethod(refuse))
+    kind, error = process_pool._answer(ProcessContext.alone(), receivers[0].receive())
+    assert kind == "refused"
+    line = f'device = "cuda:0": processes cannot share memory of this device (RuntimeError: {reason}); {remedy}'
+    assert str(error).startswith(line)
+
+
+def test_a_process_without_memory_for_a_context_does_not_blame_sharing(gpu, channels, monkeypatch):
+    def refuse(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    senders, receivers = channels
+    senders[0].send((True, print, (upload(torch.ones(3)),)))
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", staticmethod(refuse))
+    with pytest.raises(torch.OutOfMemoryError):
+        receivers[0].receive().load()
 
 
 @pytest.mark.parametrize("failing", [False, True])
