@@ -136,9 +136,9 @@ class DistributedEngine(Engine):
         if task.experiment.distributed.trainer == "serial":
             return super().trainers(task, shared)
         probe = StackingProbe.of(task, shared)
-        width = stack_width(task, shared, probe, self._threads)
-        if task.device.type != "cpu" and task.experiment.batched.stack_size is None:
-            width = max(1, width // self._group.neighbours)  # all ranks of this machine, which may share a GPU
+        width = stack_width(task, shared, probe, self._threads, self._group.sharing)
+        if task.device.type != "cpu":  # GPUs may differ, but all ranks divide a wave alike
+            width = min(self._group.gather_objects(width))
         return partial(StackTrainer, width=width, probe=probe), {"width": width}
 
 

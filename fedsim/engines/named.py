@@ -33,7 +33,7 @@ def stacked(
     probe = StackingProbe.of(task, shared) if probe is None else probe
     if task.experiment.cuda_graphs and (reason := unsafe(task, probe)):
         raise ExperimentError(f"cuda_graphs = true: training steps cannot be captured as CUDA graphs: {reason}")
-    width, workers = stack_width(task, shared, probe, threads), shared.cohort.size
+    width, workers = stack_width(task, shared, probe, threads, processes), shared.cohort.size
     if task.device.type == "cpu":
         at_once = min(workers, width * processes)
         needed = at_once * bytes_per_worker(task, shared, probe)

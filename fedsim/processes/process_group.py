@@ -117,7 +117,7 @@ class RankGroup:
             raise WorkerError(f"{ranks(missing)} of {self.count} did not join within {self.timeout:g} s")
         identities = [json.loads(store.get(f"joined/{rank}")) for rank in range(self.count)]
         self._hosts = [host for host, _ in identities]
-        gpus = [gpu and f"{host} {gpu}" for host, gpu in identities]
+        self._gpus = gpus = [gpu and f"{host} {gpu}" for host, gpu in identities]
         self.backend, self.reason = rendezvous.backend_for(backend, self.device, gpus)
         backends = f"cpu:{HOST_BACKEND},{self.device.type}:{self.backend}"
         if name := rendezvous.interface_towards(rendezvous.meeting_address(init, rank_info)[0]):
@@ -136,9 +136,9 @@ class RankGroup:
         return self.index == 0
 
     @property
-    def neighbours(self) -> int:
-        """Number of ranks on this machine, including this rank."""
-        return self._hosts.count(self._hosts[self.index])
+    def sharing(self) -> int:
+        """Number of ranks that use the GPU of this rank, including this rank. Meaningless for a CPU."""
+        return self._gpus.count(self._gpus[self.index])
 
     def metadata(self) -> dict[str, Any]:
         """Return a description of the ranks for the run record: their number, hosts and backend."""

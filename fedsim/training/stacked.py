@@ -239,31 +239,33 @@ class StackTrainer:
         self._shared.cohort.buffers[stack.index] = self._module.pack_buffers(state.buffers, rows)
 
 
-MEMORY_SHARE = 0.5  # share of a GPU's total memory for stacks; results must not depend on free memory
+MEMORY_SHARE = 0.5  # share of a GPU's total memory for all stacks; results must not depend on free memory
 WIDEST_ON_CPU = 32  # wider stacks no longer reduce a step's fixed cost per row
 NARROWEST_ON_CPU = 4  # narrower stacks spend too much on fixed cost, even for large rows
 STACK_BYTES_ON_CPU = 2**23  # parameters of a stack per thread; larger stacks do not fit into the caches
 MOST_PARALLEL = 8  # maximum number of stacks that are made only so that processes can work in parallel
 
 
-def stack_width(task: RunTask, shared: SharedState, probe: StackingProbe, threads: int) -> int:
+def stack_width(task: RunTask, shared: SharedState, probe: StackingProbe, threads: int, sharing: int = 1) -> int:
     """Return the maximum number of workers that are trained at once.
 
     This number determines how sums are rounded. On a CPU it therefore depends only on the experiment, and not on the
     number of cores or processes or on the memory. It is chosen so that a stack should fit into the caches, and so that
     there are 2, 4 or 8 stacks if each then has at least `NARROWEST_ON_CPU` workers. If more stacks are needed, their
-    number is even, so that two processes can share them. On a GPU, the number also depends on its total memory.
+    number is even, so that two processes can share them. On a GPU, the number also depends on its total memory, and on
+    how many processes share it: only the experiment and the launcher set this number there, not the cores.
 
     Args:
         task, shared: run and its tensors.
         probe: result of a trial run of the model.
         threads: number of PyTorch threads per process.
+        sharing: number of processes that train on the same GPU.
     """
     if task.experiment.batched.stack_size is not None:
         return task.experiment.batched.stack_size
     workers = shared.cohort.size
     if task.device.type != "cpu":
-        fitting = MEMORY_SHARE * total_memory_of(task.device) / bytes_per_worker(task, shared, probe)
+        fitting = MEMORY_SHARE * total_memory_of(task.device) / sharing / bytes_per_worker(task, shared, probe)
         return max(1, int(min(workers, fitting)))
     row_bytes = shared.cohort.rows.shape[1] * task.dtype.itemsize
     widest = min(WIDEST_ON_CPU, max(NARROWEST_ON_CPU, threads * (STACK_BYTES_ON_CPU // row_bytes)))

@@ -7,9 +7,9 @@ import torch
 
 import fedsim
 from fedsim.aggregation import column_blocks, rule
-from fedsim.aggregation.numerics.columns import LINE, most_columns, small_blocks
+from fedsim.aggregation.numerics.columns import LINE, SHARE, WORKING, most_columns, small_blocks
 from tests.device.agreement import some_gpu, to_gpu
-from tests.device.pretend import GPU, download, upload
+from tests.device.pretend import GPU, SMALL, download, pretend_gpu, upload
 
 N, D, F = 10, 40_000, 1
 DRAW = 140  # launches of one Draws call, most of them in the ten rounds of Philox
@@ -149,6 +149,18 @@ def test_each_process_has_one_block_of_columns_of_a_gpu(d, count, gpu):
     assert columns[-1] == d
     assert columns[1:-1:2] == columns[2::2]
     assert all(start % LINE == 0 for start in columns[::2])
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 16])
+def test_the_blocks_of_all_processes_together_fit_into_the_share_of_a_gpu(count):
+    n, d = 1_000, 1_663_370
+    with pretend_gpu(SMALL):
+        blocks = [max(column_blocks(d, index, count, n=n, device=GPU), key=width) for index in range(count)]
+    assert 0.9 < WORKING * n * sum(map(width, blocks)) / (SHARE * SMALL.total) <= 1
+
+
+def width(block):
+    return block.stop - block.start
 
 
 def drawn_mean(updates, draws):

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fedsim
+from fedsim.engines import distributed, named
 from fedsim.training.probe import StackingProbe
 from fedsim.training.stacked import NARROWEST_ON_CPU, STACK_BYTES_ON_CPU, WIDEST_ON_CPU, stack_width
 from tests.engines.test_contract import ROUNDING, assert_close
@@ -42,7 +44,7 @@ def test_an_error_in_a_stack_says_in_which_round(sync, tiny_experiment):
 def width_by_hand(prepared, monkeypatch):
     """Return a function that returns the stack width for rows of 100 float32 values; a batch of 5 keeps 500 bytes."""
 
-    def width(total, momentum, threads=1, rows=20, d=100, device="cpu", **changes):
+    def width(total, momentum, threads=1, rows=20, d=100, device="cpu", sharing=1, **changes):
         monkeypatch.setattr("fedsim.training.stacked.total_memory_of", lambda device: total)
         local = {"batch_size": 5, "momentum": momentum}
         changes = {"precision": "float32", **changes}
@@ -51,7 +53,7 @@ def width_by_hand(prepared, monkeypatch):
         cohort = replace(shared.cohort, size=rows, rows=torch.empty(rows, d, device="meta"))
         shared = replace(shared, cohort=cohort, server=replace(shared.server, row=torch.zeros(d)))
         probe = StackingProbe((), coupled=False, merged=False, sample_bytes=100)
-        return stack_width(task, shared, probe, threads)
+        return stack_width(task, shared, probe, threads, sharing)
 
     return width
 
@@ -104,3 +106,38 @@ def test_the_width_on_a_gpu_counts_masks_and_graphs(cuda_graphs, momentum, row_b
     totals = 2 * 7 * row_bytes, 2 * 7 * row_bytes - 1
     assert [width_by_hand(total, momentum, **changes) for total in totals] == [7, 6]
     assert [width_by_hand(total, momentum, **changes) for total in (1, 1e9)] == [1, 20]
+
+
+@pytest.mark.parametrize(("d", "total"), [(100, 2 * 20 * 3_000), (1_663_370, 8e9)])
+def test_processes_on_one_gpu_divide_its_memory(d, total, width_by_hand):
+    """The stacks of all processes together take no more than those of one process. CPUs do not depend on processes."""
+    alone = width_by_hand(total, 0.0, rows=100, d=d, device="cuda")
+    assert [width_by_hand(total, 0.0, rows=100, d=d, device="cuda", sharing=n) for n in (2, 4)] == [
+        pytest.approx(alone / n, abs=1) for n in (2, 4)
+    ]
+    assert width_by_hand(1e9, 0.0, rows=100, d=d, device="cuda", sharing=10**9) == 1
+    assert width_by_hand(1e9, 0.0, rows=100, sharing=4) == width_by_hand(1e9, 0.0, rows=100)
+
+
+def test_the_engine_says_how_many_processes_share_the_gpu(prepared, monkeypatch):
+    seen = []
+    monkeypatch.setattr(named, "stack_width", lambda *arguments: seen.append(arguments) or 1)
+    task, shared = prepared(workers=4)
+    named.stacked(task, shared, 2, 1)
+    assert seen[0][3:] == (1, 2)
+
+
+@pytest.mark.parametrize("others", [5, 9])
+def test_ranks_agree_on_the_narrowest_stack(others, prepared, monkeypatch):
+    """GPUs may differ, and so may the numbers of ranks that share them, but all ranks divide a wave alike."""
+    seen = []
+    monkeypatch.setattr(distributed, "stack_width", lambda *arguments: seen.append(arguments) or 7)
+    task, shared = prepared(workers=4)
+    trainer = task.experiment.distributed.model_copy(update={"trainer": "batched"})
+    experiment = task.experiment.model_copy(update={"distributed": trainer})
+    engine = object.__new__(distributed.DistributedEngine)
+    engine._group, engine._threads = SimpleNamespace(sharing=2, gather_objects=lambda width: [width, others]), 1
+    monkeypatch.setattr(distributed.StackingProbe, "of", lambda *arguments: None)
+    _, metadata = engine.trainers(replace(task, experiment=experiment, device=torch.device("cuda")), shared)
+    assert seen[0][3:] == (1, 2)
+    assert metadata == {"width": min(7, others)}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fedsim
+from fedsim.processes.process_group import RankGroup
 from fedsim.processes.rendezvous import (
     LOOPBACK,
     PORTS,
@@ -181,3 +182,11 @@ def test_nccl_is_not_used_by_ranks_that_share_a_gpu():
     assert backend_for("gloo", CUDA, ["a 1", "a 1"]) == ("gloo", None)
     with pytest.raises(fedsim.ExperimentError, match=r'distributed.backend = "glo": .* allowed: gloo'):
         backend_for("glo", CUDA, [None])
+
+
+@pytest.mark.parametrize(("rank", "sharing"), [(0, 2), (1, 1), (2, 2), (3, 1)])
+def test_a_rank_counts_those_that_use_its_own_gpu(rank, sharing):
+    """Not the others of its host, nor those of another host with GPUs of the same name."""
+    group = object.__new__(RankGroup)
+    group.index, group._gpus = rank, ["a 1", "a 2", "a 1", "b 1"]
+    assert group.sharing == sharing

@@ -31,7 +31,7 @@ NUMBERS = 2**19  # maximum numbers in a small block with more than FEWEST column
 SAMPLED = 512  # number of columns in a sample
 RUN = 16  # adjacent columns in a sample: one cache line of float32
 WORKING = 64  # bytes for each number of a block on a GPU: wide and sorted copies, positions, memory of the sort
-SHARE = 1 / 8  # maximum fraction of a device's memory that one block may use
+SHARE = 1 / 8  # maximum fraction of a device's memory that the blocks of all processes may use at a time
 LINE = 64  # on a GPU, blocks begin at multiples of this number of columns
 
 
@@ -47,7 +47,7 @@ def column_blocks(d: int, index: int = 0, count: int = 1, *, n: int = 1, device:
     if device.type == "cpu":
         size = max(BLOCK, math.ceil(d / BLOCKS / BLOCK) * BLOCK)
     else:
-        size = min(math.ceil(d / count / LINE) * LINE, most_columns(n, device)) or 1
+        size = min(math.ceil(d / count / LINE) * LINE, most_columns(n * count, device)) or 1
     for start in range(index * size, d, count * size):
         yield slice(start, min(start + size, d))
 
