@@ -15,7 +15,7 @@ from fedsim.training import operations
 from fedsim.training.operations import WAYS, Options, one_by_one, way_for
 from fedsim.training.probe import SAMPLES, StackingProbe
 from tests.device.agreement import ENGINES, TINY, assert_same_results, run_on_cpu, run_on_gpu, some_gpu, to_gpu
-from tests.device.pretend import upload
+from tests.device.pretend import pretend_gpu, upload
 
 MOST_LAUNCHES = 3  # forward or backward, with padding and all derivatives
 
@@ -134,12 +134,10 @@ def with_ordinary_kernels(precision):
 
 
 @pytest.mark.parametrize(("implementation", "precision", "reason"), WRONG)
-def test_turned_kernels_that_fail_the_check_on_the_device_are_not_used(
-    implementation, precision, reason, gpu, monkeypatch
-):
+def test_turned_kernels_that_fail_the_check_on_the_device_are_not_used(implementation, precision, reason, monkeypatch):
     tables = {**TWO_CONVOLUTIONS, "device": "cuda", "precision": precision, **ENGINES["batched"]}
     monkeypatch.setitem(WAYS, "turned", partial(implementation, WAYS["turned"]))
     line = f"the faster gradient of convolutions failed a check on cuda:0, and is not used: .*{reason}"
-    with pytest.warns(FedsimWarning, match=line):
+    with pretend_gpu(), pytest.warns(FedsimWarning, match=line):
         actual = fedsim.run(tables)
     assert torch.equal(actual.global_row, with_ordinary_kernels(precision))

@@ -23,7 +23,12 @@ autograd, vmap and `parameter.data = ...` preserve the mark.
   `.to`, `.cpu`, `.numpy()` and `.tolist()`.
 * `cuda_api.cuda_api` replaces functions of `torch.cuda` and `torch.accelerator`: streams, synchronisation, generators,
   memory figures and CUDA graphs. A graph is a list of operations (`recording`). A replay executes these operations
-  again on the same memory, without the Python code of the captured step.
+  again on the same memory, without the Python code of the captured step. PyTorch's own contexts for devices, streams
+  and captures call these functions, so an error in a context has PyTorch's consequences.
+* `streams` refuses a use of memory that CUDA may begin before an earlier use on another stream has ended: a read by
+  the host or another stream, a write while another stream reads, and both for copies of pinned memory on which the
+  host did not wait. Waiting for a stream or an event, on the host or in a stream, allows the use.
+* `memory` counts the memory in use, and the references of captures to their memory pools, and limits the memory.
 
 Counts: each operation except views and allocations is one launch, however many kernels CUDA would use (a sort uses
 several, a `_foreach` operation on a few tensors one). A graph replay is one launch, and the launches inside the graph
@@ -32,7 +37,11 @@ are counted as `graph_launches`. A wait is a host read, a blocking copy in eithe
 * `ipc.SharedMemory` sends tensors to "other processes", which are this one, with PyTorch's counters of receivers.
 * `attention` and `generators` differ from the CPU as those of CUDA do.
 
-Not simulated: time, memory use, streams, errors inside kernels, and work in other processes.
+A copy from pageable memory is a wait if it is large, even with `non_blocking`, because CUDA stages it.
+
+Not simulated: time, errors inside kernels, the streams of autograd, and work in other processes. A capture executes its
+operations. The allocator has no cache, but a pool keeps all memory of its captures, without reuse. Memory that is freed
+while another stream uses it is not noticed.
 """
 
 from tests.device.pretend.cards import SMALL

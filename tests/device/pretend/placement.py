@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tests.device.pretend.memory import Block, Memory
+
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 _functorch = torch._C._functorch
+memory = Memory()  # of the pretend GPU that is in use
 
 
 class DeviceError(RuntimeError):
@@ -35,6 +38,11 @@ def on_gpu(tensor: Tensor) -> bool:
     return mark_of(tensor) is True
 
 
+def is_pinned(tensor: Tensor) -> bool:
+    """Whether a host tensor is in pinned memory, which the GPU reads and writes without the host."""
+    return getattr(storage_of(tensor), "pinned", False)
+
+
 def is_unplaced(tensor: Tensor) -> bool:
     """Whether the device of a tensor is unknown."""
     return mark_of(tensor) is None
@@ -42,7 +50,9 @@ def is_unplaced(tensor: Tensor) -> bool:
 
 def place(tensor: Tensor) -> Tensor:
     """Mark the memory of a tensor as GPU memory."""
-    storage_of(tensor).on_gpu = True
+    storage = storage_of(tensor)
+    if getattr(storage, "on_gpu", None) is not True:
+        storage.on_gpu, storage.block = True, Block(memory, storage.nbytes())
     return tensor
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tests.device.pretend.attention import attention
-from tests.device.pretend.counting import DOWNLOAD, UPLOAD, source_line
+from tests.device.pretend.counting import DOWNLOAD, source_line
 from tests.device.pretend.generators import is_of_gpu
-from tests.device.pretend.placement import DeviceError, download, on_gpu, place, upload
+from tests.device.pretend.placement import DeviceError, download, is_pinned, on_gpu, place, storage_of, upload
 from tests.device.pretend.recording import tensors_in
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ class PythonApi(TorchFunctionMode):
             Tensor.__setitem__: self._set_item,
             Tensor.__deepcopy__: self._deepcopy,
             Tensor.is_shared: lambda tensor: on_gpu(tensor) or Tensor.is_shared(tensor),
-            Tensor.pin_memory: lambda tensor, *_: tensor.clone(),
+            Tensor.pin_memory: self._pinned,
+            Tensor.is_pinned: lambda tensor, *_: is_pinned(tensor),
             F.scaled_dot_product_attention: attention,
             **{function: self._as_by_cudnn(function) for function in RECURRENT},
         }
@@ -79,14 +80,16 @@ class PythonApi(TorchFunctionMode):
             if to_gpu and function not in FROM_DATA:
                 return function(*args, **kwargs)  # an operation on a GPU tensor, handled by DeviceRules
             args = (download(like), *args[1:])
+        pinned = kwargs.pop("pin_memory", False)
         with self._gpu.making(to_gpu):
             result = function(*args, **kwargs)
         if to_gpu:
             place(result)
             if function in FROM_DATA:
-                self._gpu.wait(UPLOAD, function.__name__)
+                self._gpu.copy(result, result, function.__name__)
             elif function not in ALLOCATIONS and result.numel():
-                self._gpu.launch(function.__name__)
+                self._gpu.launch(function.__name__, written=[result])
+        storage_of(result).pinned = pinned
         return result
 
     def _to(self, tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
@@ -105,10 +108,17 @@ class PythonApi(TorchFunctionMode):
             return tensor
         if tensor.requires_grad and torch.is_grad_enabled() and not tensor.is_leaf:
             raise NotImplementedError("the pretend GPU moves no tensors between devices within autograd")
+        moved = (upload if to_gpu else download)(tensor)
+        storage_of(moved).pinned = non_blocking and not to_gpu  # as PyTorch does
         if tensor.numel():
-            kind = UPLOAD if to_gpu else DOWNLOAD
-            self._gpu.wait(f"{kind} without a wait" if non_blocking and to_gpu else kind, "to")
-        return (upload if to_gpu else download)(tensor)
+            self._gpu.copy(moved, tensor, "to", non_blocking)
+        return moved
+
+    def _pinned(self, tensor: Tensor, *_: Any) -> Tensor:
+        if on_gpu(tensor):
+            raise DeviceError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+        storage_of(copied := tensor.clone()).pinned = True
+        return copied
 
     def _of_host(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function` with a check that raises TypeError for GPU tensors."""
@@ -119,6 +129,7 @@ class PythonApi(TorchFunctionMode):
                     "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
                     f"memory first, at {source_line()}"
                 )
+            self._gpu.use_on_host([tensor])
             return function(tensor, *args, **kwargs)
 
         return checked
@@ -142,8 +153,9 @@ class PythonApi(TorchFunctionMode):
 
     def _tolist(self, tensor: Tensor) -> Any:
         if on_gpu(tensor):
-            self._gpu.wait(DOWNLOAD, "tolist")
+            self._gpu.read(DOWNLOAD, "tolist", tensor)
             tensor = download(tensor)
+        self._gpu.use_on_host([tensor])
         return Tensor.tolist(tensor)
 
     def _set_item(self, tensor: Tensor, index: Any, value: Any) -> None:
@@ -157,8 +169,7 @@ class PythonApi(TorchFunctionMode):
     def _deepcopy(self, tensor: Tensor, memo: dict) -> Tensor:
         copied = Tensor.__deepcopy__(tensor, memo)
         if on_gpu(tensor):
-            self._gpu.launch("clone")
-            place(copied)
+            self._gpu.launch("clone", [tensor], [place(copied)])
         return copied
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -56,6 +57,12 @@ class Recording:
             constants = constant(args), {name: constant(value) for name, value in kwargs.items()}
             results = [tensor.detach() for tensor in tensors_in(result)]
         self.operations.append(Operation(function, *constants, results))
+
+    @cached_property
+    def memory(self) -> list[Tensor]:
+        """One tensor for each memory that a replay uses."""
+        tensors = (t for each in self.operations for t in tensors_in(each.args, *each.kwargs.values(), each.result))
+        return [*{tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values()]
 
     def replay(self) -> None:
         below_autograd = torch._C._AutoDispatchBelowAutograd()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.device.pretend.attention import STAND_INS
-from tests.device.pretend.counting import DOWNLOAD, READ, UPLOAD, source_line
+from tests.device.pretend.counting import READ, UPLOAD, source_line
 from tests.device.pretend.generators import is_of_gpu
 from tests.device.pretend.placement import (
     CPU,
@@ -64,6 +64,18 @@ def _name_of(function: Any) -> str:
 
 
 @cache
+def _places_written(function: Any) -> list[tuple[int, str]]:
+    arguments = enumerate(function._schema.arguments)
+    return [(place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _written_by(function: Any, args: tuple, kwargs: dict) -> list[Tensor]:
+    """Return the tensors that an operation changes."""
+    places = _places_written(function)
+    return [*tensors_in(*(args[place] if place < len(args) else kwargs.get(name) for place, name in places))]
+
+
+@cache
 def _takes_generator(function: Any) -> bool:
     return any("Generator" in str(argument.type) for argument in function._schema.arguments)
 
@@ -97,8 +109,9 @@ class DeviceRules(TorchDispatchMode):
         if True not in marks:
             return self._on_host(function, tensors, args, kwargs)
         name, function = _name_of(function), STAND_INS.get(function, function)
+        written = _written_by(function, args, kwargs)
         if name == "copy_":
-            self._copy(args[0], args[1])
+            self._copy(*args, **kwargs)
         else:
             for tensor, mark in zip(tensors, marks, strict=True):
                 if mark is None:
@@ -108,13 +121,14 @@ class DeviceRules(TorchDispatchMode):
             elif False in marks:
                 self._require_one_device(function, name, args, kwargs, tensors)
             if name in READS:
-                self._gpu.wait(READ, name)
-            if name not in NO_LAUNCHES and not function.is_view and any(tensor.numel() for tensor in tensors):
-                self._gpu.launch(name)
+                self._gpu.read(READ, name, *tensors)
         result = self._execute(function, args, kwargs)
         if name != "copy_":
-            for tensor in tensors_in(result[: HOST_RESULTS[name]] if name in HOST_RESULTS else result):
+            results = [*tensors_in(result[: HOST_RESULTS[name]] if name in HOST_RESULTS else result)]
+            for tensor in results:
                 place(tensor)
+            if name not in NO_LAUNCHES and not function.is_view and any(tensor.numel() for tensor in tensors):
+                self._gpu.launch(name, tensors, [*written, *results])
         self._record(function, args, kwargs, result)
         return result
 
@@ -123,6 +137,7 @@ class DeviceRules(TorchDispatchMode):
         factory = self._gpu.factory
         if factory != "cuda" and any(map(is_of_gpu, _generators(function, args, kwargs))):
             raise DeviceError(f"{function}: Expected a 'cpu' device type for generator but found 'cuda'")
+        self._gpu.use_on_host(tensors, _written_by(function, args, kwargs))
         result = self._execute(function, args, kwargs) if factory == "cuda" else function(*args, **kwargs)
         if function is CONVERSION:
             return result  # a Python number that becomes a tensor is on the host
@@ -134,19 +149,20 @@ class DeviceRules(TorchDispatchMode):
 
     def _moved(self, function: Any, tensor: Tensor, kwargs: dict, to_gpu: bool) -> Tensor:
         """Copy a tensor to the other device, which a call inside of PyTorch or of another mode names."""
-        self._gpu.wait(UPLOAD if to_gpu else DOWNLOAD, "_to_copy")
         result = function(download(tensor), **{**kwargs, "device": CPU})
-        return place(result) if to_gpu else result
+        result = place(result) if to_gpu else result
+        self._gpu.copy(result, tensor, "_to_copy", kwargs.get("non_blocking", False))
+        return result
 
-    def _copy(self, target: Tensor, source: Tensor) -> None:
+    def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> None:
         if is_unplaced(source):
             place(source)
         if not target.numel():
             return
         if on_gpu(target) and on_gpu(source):
-            self._gpu.launch("copy_")
+            self._gpu.launch("copy_", [source], [target])
         else:
-            self._gpu.wait(UPLOAD if on_gpu(target) else DOWNLOAD, "copy_")
+            self._gpu.copy(target, source, "copy_", non_blocking)
 
     def _require_indices(self, name: str, whole: Tensor, indices: list[Tensor | None], *rest: Any) -> None:
         """Check that indices fit the device of `whole`. Host indices into a GPU tensor are uploaded, masks are read."""
@@ -171,9 +187,7 @@ class DeviceRules(TorchDispatchMode):
         elementwise = torch.Tag.pointwise in function.tags or name in TAKE_HOST_SCALARS or name.startswith("_foreach")
         if not elementwise or any(tensor.dim() for tensor in of_host):
             self._refuse(name, of_host)
-        arguments = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | kwargs
-        written = [a.name for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        if not all(map(on_gpu, tensors_in(*(arguments.get(argument) for argument in written)))):
+        if not all(map(on_gpu, _written_by(function, args, kwargs))):
             self._refuse(name, of_host)
 
     @staticmethod
