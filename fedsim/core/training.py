@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -50,6 +50,15 @@ class MetricSums(NamedTuple):
         """Return sums of zero on `device`."""
         loss_sum, correct = torch.zeros(2, dtype=wide_dtype(device), device=device).unbind()
         return cls(loss_sum, correct, 0)
+
+    @classmethod
+    def on_host(cls, several: Sequence[MetricSums]) -> list[MetricSums]:
+        """Copy several sums to the host, with one wait for the device."""
+        tensors = [value for sums in several for value in sums if isinstance(value, Tensor)]
+        if not tensors:
+            return list(several)
+        on_host = iter(torch.stack([tensor.to(tensors[0].dtype) for tensor in tensors]).cpu())
+        return [cls._make(next(on_host) if isinstance(v, Tensor) else v for v in sums) for sums in several]
 
     @property
     def loss(self) -> float:

@@ -16,9 +16,7 @@ class ClusterRound(ParameterRound):
     def pull_down(self, plan: RoundPlan) -> None:
         """Load the states that workers kept from earlier rounds. Each then gets the model with its least loss."""
         self.executor.load_states(plan.context.workers, plan.mine)
-        for member in plan.mine:
-            with self.executor.process.working_on(member.worker, plan.round):
-                self.executor.worker_tests.load(member)
+        self.executor.worker_tests.load(plan.mine)
 
     def begin_updates(self, plan: RoundPlan) -> None:
         """Do nothing: `aggregate` subtracts from each trained model the global model that the worker selected."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
+
 from fedsim.clients import CohortGradient
 from fedsim.rounds.cohorts import RoundPlan
 from fedsim.rounds.executor import Executor
+from fedsim.training.stacked_tests import ModelTests
 
 BeforeTraining = Callable[[Executor, RoundPlan], None]
 
@@ -55,8 +58,7 @@ def compute_full_gradients(executor: Executor, plan: RoundPlan) -> None:
 
 def compute_losses(executor: Executor, plan: RoundPlan) -> None:
     """Compute the loss of the received model on each worker's training samples, for the aggregation rule."""
-    cohort = executor.shared.cohort
-    for member in plan.mine:
-        with executor.process.working_on(member.worker, plan.round):
-            model = cohort.rows[member.slot], cohort.buffers[member.slot]
-            cohort.losses[member.slot] = executor.worker_tests.training_loss(*model, member.worker, plan.round)
+    cohort, rows = executor.shared.cohort, executor.shared.cohort.rows
+    tests = ModelTests(plan.mine, lambda member: (rows[member.slot], cohort.buffers[member.slot]))
+    [losses] = executor.worker_tests.training_losses(tests)
+    cohort.losses[torch.from_numpy(plan.mine.slots)] = torch.tensor(losses, dtype=torch.double)

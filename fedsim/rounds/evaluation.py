@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -12,20 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedsim.clients.capabilities import PersonalModel, personal_model
-from fedsim.core.learning_task import Correct, correct_of, counts_of, joint_of
+from fedsim.core.learning_task import correct_of, counts_of, joint_of
 from fedsim.core.randomness import seed_everything
 from fedsim.core.training import MetricSums, test
 from fedsim.errors import ExperimentError, FedsimWarning, one_line
-from fedsim.records.worker_results import Tested
 from fedsim.system.devices import wide_dtype
-from fedsim.training.batches import Batches, BatchSource, WorkItem
 from fedsim.training.capture import GraphPool, Run
 from fedsim.training.row_module import RowModule
 from fedsim.training.shared_state import SharedState, Split, TestResults, test_batch_size
 from fedsim.training.task import RunTask
-
-GLOBAL, PERSONAL, FINE_TUNED = "global", "personal", "fine_tuned"
 
 
 @dataclass(frozen=True)
@@ -242,113 +236,3 @@ class Evaluation:
             warnings.warn(line, FedsimWarning, stacklevel=2)
             return
         self._module, self._room = module, room
-
-
-class WorkerTests:
-    """Tests models on the samples of one worker at a time, in one process.
-
-    Args:
-        task, shared: run and its tensors.
-        module: module that receives a copy of the tested parameters [d].
-        gradient: tensor [d] for the gradients of the module.
-        batch_source: source of each worker's batches.
-    """
-
-    def __init__(
-        self, task: RunTask, shared: SharedState, module: RowModule, gradient: Tensor, batch_source: BatchSource
-    ) -> None:
-        self._task, self._shared, self._batch_source = task, shared, batch_source
-        self._module, self._gradient = module, gradient
-
-    def training_loss(self, row: Tensor, buffers: Tensor, worker: int, round: int) -> float:
-        """Return the mean training loss of a model on a worker's training samples, without augmentation.
-
-        Args:
-            row: parameters [d] of the model.
-            buffers: buffers [b] of the model.
-            worker: worker ID.
-            round: number of the round, on which random numbers depend.
-        """
-        batches = self._batch_source.samples_seen(worker, round, test_batch_size(self._task.device))
-        return self._sums(row, buffers, batches, ("losses", round, worker)).loss
-
-    def load(self, member: WorkItem) -> None:
-        """Copy the global model to the tensors that contain the worker's model.
-
-        If there are several global models, copy the one with the least loss on the worker's training samples.
-        """
-        cohort, server, clusters = self._shared.cohort, self._shared.server, range(self._task.algorithm.clusters)
-        local, losses = self._task.experiment.buffers == "local", [0.0]
-        own_buffers = cohort.buffers[member.slot]
-        models = [(row, own_buffers if local else buffers) for row, buffers in map(server.model, clusters)]
-        if len(models) > 1:
-            losses = [self.training_loss(*model, member.worker, member.round) for model in models]
-        cluster = min(clusters, key=lambda cluster: (math.isnan(losses[cluster]), losses[cluster]))
-        cohort.clusters[member.slot] = cluster
-        cohort.rows[member.slot], cohort.buffers[member.slot] = models[cluster]
-
-    def of_global(self, worker: int, round: int) -> Tested:
-        """Test the global model on the local test samples of a worker, or of an owner without training samples.
-
-        Returns the loss and accuracy under the key "global".
-        """
-        return {GLOBAL: self._test(self._shared.server.row, self._shared.server.buffers, worker, round)}
-
-    def before_training(self, member: WorkItem) -> Tested:
-        """Test the global model, and the worker's personal model if there is one, on the worker's local test samples.
-
-        Call `load` before. Returns the loss and accuracy of each model, under the keys "global" and "personal".
-        """
-        tested = self.of_global(member.worker, member.round)
-        if isinstance(self._task.algorithm, PersonalModel):
-            tested[PERSONAL] = self._test(*self._personal(member), member.worker, member.round)
-        return tested
-
-    def after_training(self, member: WorkItem) -> Tested:
-        """Test the model that a worker has just trained, on the worker's local test samples.
-
-        Returns the loss and accuracy under the key "fine_tuned".
-        """
-        return {FINE_TUNED: self._test(*self._personal(member), member.worker, member.round)}
-
-    def _personal(self, member: WorkItem) -> tuple[Tensor, Tensor]:
-        cohort, slot = self._shared.cohort, member.slot
-        worker_state = {name: rows[slot] for name, rows in cohort.kept.items()}
-        return personal_model(self._task.algorithm, cohort.rows[slot], cohort.buffers[slot], worker_state)
-
-    def _test(self, row: Tensor, buffers: Tensor, worker: int, round: int) -> tuple[float, float | None]:
-        correct = correct_of(self._task.learning_task)
-        batches = self._batch_source.test_samples(worker, round, test_batch_size(self._task.device))
-        sums = self._sums(row, buffers, batches, ("local_test_fraction", round, worker), correct)
-        return sums.loss, None if correct is None else sums.accuracy
-
-    def _sums(
-        self, row: Tensor, buffers: Tensor, batches: Batches, drawn: tuple[Any, ...], correct: Correct | None = None
-    ) -> MetricSums:
-        """Test a model on some batches. Return the sum of losses, and the number of correct predictions.
-
-        Args:
-            row: parameters [d] of the model.
-            buffers: buffers [b] of the model.
-            batches: batches (inputs, targets).
-            drawn: name of the test, round and worker, which together seed the random numbers.
-            correct: function that decides which predictions are correct; None to count none, and to weight the loss by
-                class as in training (tasks without accuracy have no class weights).
-        """
-        task, learning = self._task, self._task.learning_task
-        loss_of = task.objective.loss if correct is None else learning.loss
-        is_joint, joint_batches = joint_of(learning), list[tuple[Tensor, Tensor]]()
-
-        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-            if is_joint is None or not is_joint(outputs, targets):
-                return loss_of(outputs, targets)
-            joint_batches.append((outputs, targets))
-            return outputs.new_zeros(())
-
-        self._module.load(row.clone(), self._gradient, buffers)
-        seed_everything(task.device, task.experiment.seed, *drawn)
-        sums = test(self._module.module, batches, loss, correct, counts_of(learning))
-        if joint_batches:
-            outputs, targets = map(torch.cat, zip(*joint_batches, strict=True))
-            sums = sums._replace(loss_sum=learning.loss(outputs, targets).to(sums.loss_sum.dtype) * len(targets))
-        return sums

@@ -15,9 +15,10 @@ from fedsim.core.timer import PhaseTimer
 from fedsim.errors import workers_named
 from fedsim.processes.process_context import ProcessContext
 from fedsim.processes.team import Team
-from fedsim.rounds.evaluation import Evaluation, EvaluationResult, WorkerTests
+from fedsim.rounds.evaluation import Evaluation, EvaluationResult
 from fedsim.rounds.update_steps import ProcessingStep
 from fedsim.rounds.worker_states import WorkerStates
+from fedsim.rounds.worker_tests import WorkerTests
 from fedsim.system.c_libraries import keep_freed_memory
 from fedsim.system.devices import synchronize
 from fedsim.system.precision import full_precision
@@ -69,7 +70,8 @@ class Executor:
         self._buffers_finite_at_start = buffers.isfinite()
         evaluation = partial(Evaluation, task, shared, self.module, team.index, team.count, captured=captured)
         self._evaluations = [evaluation("test"), evaluation("validation")]
-        self.worker_tests = WorkerTests(task, shared, self.module, self.gradient, self.batch_source)
+        parts = self.module, self.gradient, self.batch_source, self.trainer.stacked_tests
+        self.worker_tests = WorkerTests(self.process, task, shared, *parts)
 
     @contextlib.contextmanager
     def environment(self) -> Iterator[None]:
@@ -106,11 +108,9 @@ class Executor:
 
     def global_losses(self, workers: Sequence[int], round: int) -> np.ndarray:
         """Return the mean loss of the global model on each worker's training samples, float64 [k] for k `workers`."""
-        losses, server = torch.zeros(len(workers)).double(), self.shared.server
-        for position in range(self.team.index, len(workers), self.team.count):
-            with self.process.working_on(workers[position], round):
-                losses[position] = self.worker_tests.training_loss(server.row, server.buffers, workers[position], round)
-        return np.sum(self.team.gather(losses.numpy()), axis=0)  # each loss is 0 in all processes but one
+        losses, mine = np.zeros(len(workers)), slice(self.team.index, None, self.team.count)
+        losses[mine] = self.worker_tests.global_losses(workers[mine], round)
+        return np.sum(self.team.gather(losses), axis=0)  # each loss is 0 in all processes but one
 
     def train(self, members: Sequence[WorkItem]) -> None:
         """Train the given workers in this process.

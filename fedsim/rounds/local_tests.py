@@ -43,7 +43,7 @@ class LocalTests:
             for part in team.gather(self._test(workers, mine, round)):
                 tested |= part
         owners = self._unseen[team.index :: team.count]
-        unseen = {owner: self._executor.worker_tests.of_global(owner, round) for owner in owners}
+        unseen = self._executor.worker_tests.of_global(owners, round)
         unseen = {owner: values for part in team.gather(unseen) for owner, values in part.items()}
         tests = self._executor.shared.data.worker_tests
         samples = {worker: tests.size(worker) for worker in [*tested, *unseen]}
@@ -62,18 +62,15 @@ class LocalTests:
         executor, task = self._executor, self._executor.task
         executor.load_states(workers, mine)
         members = mine[mine.workers < len(executor.shared.data.shards)]  # without the server's own row
-        tested = {}
-        for member in members:
-            with executor.process.working_on(member.worker, round):
-                executor.worker_tests.load(member)
-                tested[member.worker] = executor.worker_tests.before_training(member)
+        executor.worker_tests.load(members)
+        tested = executor.worker_tests.before_training(members)
         if self._settings.fine_tune:
             ends = isinstance(task.algorithm, PersonalModel)  # the worker state is part of the personal model
             steps = task.schedule.of(members.workers, members.rounds).batches_per_epoch(members.sizes)
             members = replace(members, steps=self._settings.fine_tune * steps, ends=ends)
             executor.train(members)
-            for member in members:
-                tested[member.worker] |= executor.worker_tests.after_training(member)
+            for worker, results in executor.worker_tests.after_training(members).items():
+                tested[worker] |= results
         return tested
 
 

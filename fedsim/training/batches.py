@@ -16,7 +16,7 @@ from fedsim.clients.schedule import Schedule
 from fedsim.config.schema import OWN
 from fedsim.core.philox import Stream, shuffles
 from fedsim.core.randomness import Draws, draw_keys, numpy_generator, torch_generator
-from fedsim.data import CustomSubset
+from fedsim.data import CustomSubset, TensorData
 from fedsim.data.augmentation import ImageTransform
 from fedsim.data.tensors import in_order
 from fedsim.system.devices import to_device
@@ -25,6 +25,7 @@ from fedsim.training.task import RunTask
 
 SAMPLES_AT_ONCE = 2**17  # maximum number of samples that are shuffled at once, over workers and epochs
 EPOCHS_AT_ONCE = 64  # maximum number of epochs per worker that are shuffled at once
+LOSSES, LOCAL_TESTS = "losses", "local_test_fraction"  # purposes of samples that are not trained on
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 Alteration = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]  # (inputs, targets, step) -> (inputs, targets)
@@ -132,6 +133,22 @@ class Orders(NamedTuple):
     lengths: np.ndarray
 
 
+class WorkerSamples(NamedTuple):
+    """Samples of n workers, in the order of the data set.
+
+    Attributes:
+        data: data set.
+        positions: indices into the data set, int64, on the device.
+        begins: where each worker's samples begin in `positions`, int64 [n].
+        sizes: number of samples of each worker, int64 [n].
+    """
+
+    data: TensorData
+    positions: Tensor
+    begins: np.ndarray
+    sizes: np.ndarray
+
+
 class RoundIterator:
     """Iterator over the batches of a worker's round. Each batch is a tensor of indices into the dataset.
 
@@ -215,7 +232,7 @@ class BatchSource:
     def shard(self, worker: int) -> CustomSubset:
         """Return the training samples of a worker, in the order of the dataset."""
         positions = self._shared.data.root if worker == self.root else self._shared.data.shards.of(worker)
-        return CustomSubset(self._shared.data.train, positions)
+        return CustomSubset(self._shared.data.train, to_device(positions, self._task.device))
 
     def batches(self, worker: int, round: int) -> Batches:
         """Yield training batches (inputs, targets) of a worker, shuffled in each epoch. The sequence does not end."""
@@ -323,7 +340,7 @@ class BatchSource:
         starts[~is_root] = begins
         return torch.cat([self._shards, root]), starts
 
-    def samples_seen(self, worker: int, round: int, batch_size: int, purpose: str = "losses") -> Batches:
+    def samples_seen(self, worker: int, round: int, batch_size: int, purpose: str = LOSSES) -> Batches:
         """Yield batches that contain each training sample of a worker once, without augmentation.
 
         `purpose` names the use of the samples. Random numbers, as in the poisoning of samples, depend on this name.
@@ -332,11 +349,25 @@ class BatchSource:
 
     def test_samples(self, worker: int, round: int, batch_size: int) -> Batches:
         """Yield batches of the local test samples of a worker, or of a data owner without training samples."""
-        data, own = self._shared.data, self._task.experiment.data.local_test_fraction == OWN
-        samples = CustomSubset(data.own_tests if own else data.train, data.worker_tests.of(worker))
-        return _altered(samples.batches(batch_size), self.alteration(worker, round, "local_test_fraction"))
+        positions = to_device(self._shared.data.worker_tests.of(worker), self._task.device)
+        samples = CustomSubset(self._data_of_tests, positions)
+        return _altered(samples.batches(batch_size), self.alteration(worker, round, LOCAL_TESTS))
 
-    def alterations(self, work: WorkItems, purpose: str | None = None) -> list[Alteration | None]:
+    @property
+    def _data_of_tests(self) -> TensorData:
+        own = self._task.experiment.data.local_test_fraction == OWN
+        return self._shared.data.own_tests if own else self._shared.data.train
+
+    def samples_of(self, workers: np.ndarray, purpose: str) -> WorkerSamples:
+        """Return the samples that `samples_seen` or `test_samples` yields for each of n `workers`."""
+        if purpose != LOCAL_TESTS:
+            return WorkerSamples(self._shared.data.train, *self.shards_of(workers), self.sizes(workers))
+        tests = self._shared.data.worker_tests
+        positions, begins = tests.together(workers)
+        sizes = tests.sizes(workers)
+        return WorkerSamples(self._data_of_tests, to_device(positions, self._task.device), begins, sizes)
+
+    def alterations(self, work: Sequence[WorkItem], purpose: str | None = None) -> list[Alteration | None]:
         """Return, for each worker, a function that changes the worker's batches, or None (see `alteration`).
 
         The list is empty if no worker's batches change.

@@ -83,20 +83,25 @@ class GradientRounds:
         return self._rows[member.slot]
 
     def gradients(self, step: int) -> None:
+        losses = dict[int, Tensor]()
         for participant in self._participants:
             member = participant.member
             if step < self._batch_source.steps(member.worker, member.round):
                 with self._process.working_on(member.worker, member.round):
-                    loss = self.gradient(participant, step)
-                    if self._task.experiment.rule.accepts("losses"):
-                        self._shared.cohort.losses[member.slot] = loss.item()
+                    losses[member.slot] = loss = self.gradient(participant, step)
                     participant.count(loss)
+        if losses and self._task.experiment.rule.accepts("losses"):
+            self._shared.cohort.losses[[*losses]] = torch.stack([*losses.values()]).cpu().double()
 
     def end_gradient_round(self) -> None:
         for participant in self._participants:
             with self._process.working_on(participant.member.worker, participant.member.round):
                 participant.module.store(self._shared.cohort.buffers[participant.member.slot])
-            self._shared.cohort.train_loss[participant.member.slot] = participant.loss_sum.item() / participant.samples
+        if self._participants:
+            slots = [participant.member.slot for participant in self._participants]
+            sums = torch.stack([participant.loss_sum for participant in self._participants]).cpu().double()
+            samples = torch.tensor([participant.samples for participant in self._participants])
+            self._shared.cohort.train_loss[slots] = sums / samples
 
     def _participant(self, member: WorkItem, module: RowModule) -> SyncParticipant:
         device, shared = self._task.device, self._shared

@@ -214,8 +214,8 @@ class Trials:
         if whole > len(inputs):  # a model may handle a large batch differently
             trials.append((len(inputs), self.run(self.samples(whole))))
         return not all(
-            self._agree(trial.outputs[:n_shared], together.outputs[:n_shared])
-            and self._agree(trial.buffers, together.buffers)
+            self.agree(trial.outputs[:n_shared], together.outputs[:n_shared])
+            and self.agree(trial.buffers, together.buffers)
             for n_shared, trial in trials
         )
 
@@ -234,7 +234,7 @@ class Trials:
         """
         inputs, targets = self.samples(self.count)
         rolled = self.run((inputs.roll(1, 0), targets.roll(1, 0)))
-        return not self._agree(rolled.outputs, together.outputs.roll(1, 0))
+        return not self.agree(rolled.outputs, together.outputs.roll(1, 0))
 
     def reason_against_merging(self, dropouts: tuple[Dropout, ...]) -> str | None:
         """Return why the batches of several models cannot be merged into one batch; None if they can."""
@@ -275,7 +275,7 @@ class Trials:
         trials = copy.copy(self)
         trials.count = min(task.schedule.largest_batch, MAX_COMPARED_BATCH)  # cuDNN chooses kernels by batch size
         try:
-            two = trials._two_models(dtype)
+            two = trials.two_models(dtype)
             if task.precision.autocast is not None:
                 trials._gradients_of(two, dropouts, task.precision, merged=True, turns=True)
             turned, ordinary = (
@@ -294,7 +294,8 @@ class Trials:
             warnings.warn(line, FedsimWarning, stacklevel=2)
         return reason is None
 
-    def _two_models(self, dtype: torch.dtype) -> TwoModels:
+    def two_models(self, dtype: torch.dtype) -> TwoModels:
+        """Return two models with different parameters and buffers, and `self.count` training samples for each."""
         task = self._task
         module = task.new_module().to(dtype)
         layout = Layout.of(module)
@@ -345,7 +346,7 @@ class Trials:
     def _compare_gradients(
         self, dropouts: tuple[Dropout, ...], precision: Precision, merged: bool, dtype: torch.dtype
     ) -> None:
-        two = self._two_models(dtype)
+        two = self.two_models(dtype)
         gradients, buffers_after = self._gradients_of(two, dropouts, precision, merged=merged)
         module, layout = two.module, two.layout
         for k in range(2 if precision is FULL else 0):
@@ -354,11 +355,11 @@ class Trials:
             objective = replace(self._task.objective, precision=FULL)
             expected = _plain_gradients(objective, module.train(), two.inputs[k], two.targets[k])
             for entry, gradient, reference in zip(layout.parameters, gradients, expected, strict=True):
-                if not self._agree(gradient[k], reference, dtype):
+                if not self.agree(gradient[k], reference, dtype):
                     raise not_stackable(f"the gradient of {entry.name} {DIFFERS}")
             read = layout.read_buffers(module, out=two.buffers[k])
             for entry in layout.buffers:
-                if not self._agree(buffers_after[k, entry.span], read[entry.span], dtype):
+                if not self.agree(buffers_after[k, entry.span], read[entry.span], dtype):
                     raise not_stackable(f"the buffer {entry.name} {DIFFERS}")
 
     def compare_steps(self) -> None:
@@ -388,17 +389,17 @@ class Trials:
             raise not_stackable(
                 f"a step of local.algorithm fails for several workers at once: {one_line(error)}"
             ) from error
-        if not self._agree(together, apart):
+        if not self.agree(together, apart):
             raise not_stackable(
                 f"in a step of several workers, local.algorithm does not use each worker's {' and '.join(settings)}"
             )
-        if not self._agree(rows, whole):
+        if not self.agree(rows, whole):
             raise not_stackable(
                 "local.algorithm is not element-wise: a step on some of the parameters differs from a step on all "
                 "parameters"
             )
 
-    def _agree(self, actual: Tensor, reference: Tensor, dtype: torch.dtype | None = None) -> bool:
+    def agree(self, actual: Tensor, reference: Tensor, dtype: torch.dtype | None = None) -> bool:
         """Whether two tensors are equal up to the rounding of `dtype` (None: the dtype of the task)."""
         if not reference.numel():
             return True

@@ -23,7 +23,7 @@ from fedsim.training.train_functions import train_by_function
 class RowTrainer(GradientRounds):
     """Trainer that trains one worker after another with the same module."""
 
-    replays = width = None
+    replays = width = stacked_tests = None
     averages = False
 
     def __init__(self, process: ProcessContext, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
@@ -41,7 +41,7 @@ class RowTrainer(GradientRounds):
         """Train the model of each worker in `members`; see `Trainer.train`."""
         task, shared, module = self._task, self._shared, self._modules[0]
         self.announce(members)
-        losses: dict[int, float | MetricSums] = {}
+        losses, sums = dict[int, float](), dict[int, MetricSums]()
         for member in members:
             slot, row, buffers = member.slot, self._rows[member.slot], shared.cohort.buffers[member.slot]
             with self._process.working_on(member.worker, member.round):
@@ -56,12 +56,14 @@ class RowTrainer(GradientRounds):
                 else:
                     gradients = self._gradients_of(local)
                     optimizer = self._optimizer_of(local, gradients)
-                    losses[slot] = train_epoch(module.module, batches, optimizer, backward=gradients)
+                    sums[slot] = train_epoch(module.module, batches, optimizer, backward=gradients)
                 module.store(buffers)
                 self._client_rounds.finish(row, state, slot, [member])
         meanwhile()
-        for slot, loss in losses.items():  # last, because reading values waits for the device
-            shared.cohort.train_loss[slot] = loss if isinstance(loss, float) else loss.loss
+        for slot, of_worker in zip(sums, MetricSums.on_host([*sums.values()]), strict=True):  # last, because this waits
+            losses[slot] = of_worker.loss
+        for slot, loss in losses.items():
+            shared.cohort.train_loss[slot] = loss
 
     def full_gradients(self, members: Sequence[WorkItem]) -> None:
         """Compute each worker's mean gradient over all its samples; see `Trainer.full_gradients`."""

@@ -25,6 +25,7 @@ from fedsim.training.shared_state import SharedState
 from fedsim.training.stack import Stack, Stacks, StepBatch
 from fedsim.training.stack_step import Batch, StackState, StackStep, gather, move_rows
 from fedsim.training.stacked_module import StackedModule
+from fedsim.training.stacked_tests import StackedTests
 from fedsim.training.task import RunTask
 
 # For a round of synchronous SGD: (stack, state of its workers, their dropout factors, remaining batches).
@@ -60,6 +61,11 @@ class StackTrainer:
         sizes = sizes_of_stacks(min(width, shared.cohort.size), usual)
         steps = partial(CapturedSteps, task, shared, self._module, probe.dropouts, sizes, usual, self._client_rounds)
         self.replays = CUDAGraphCache(steps, refusal=refusal, warns=process.index == 0)
+        # On a CPU, a launch costs nothing that stacks could save, and single tests have the same bits in all engines.
+        on_cpu = task.device.type == "cpu"
+        self.stacked_tests = (
+            None if on_cpu else StackedTests(process, task, shared, batch_source, width=width, probe=probe)
+        )
         self._room = new_rows(0, self._module.layout.d, task.dtype, task.device)
         self._gradient_states: list[StackedGradientState] = []
         self._announced: Stacks | None = None
@@ -105,7 +111,7 @@ class StackTrainer:
             self._gradient_states.append((stack, state, factors, stack.step_batches()))
 
     def gradients(self, step: int) -> None:
-        shared = self._shared
+        shared, slots, of_step = self._shared, list[Tensor](), list[Tensor]()
         for stack, state, ahead, step_batches in self._gradient_states:
             whole = next(step_batches, None)
             if whole is None:
@@ -117,8 +123,10 @@ class StackTrainer:
                     shared.cohort.rows[index] = gradients
                     self._client_rounds.send_gradients(index)
                     stack.count(part, losses)
-                    if self._task.experiment.rule.accepts("losses"):
-                        shared.cohort.losses[stack.slots[part.stack_index]] = losses.double().cpu()
+                    slots.append(stack.slots[part.stack_index])
+                    of_step.append(losses)
+        if slots and self._task.experiment.rule.accepts("losses"):
+            shared.cohort.losses[torch.cat(slots)] = torch.cat(of_step).cpu().double()
 
     def end_gradient_round(self) -> None:
         for stack, state, *_ in self._gradient_states:

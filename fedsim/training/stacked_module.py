@@ -138,6 +138,16 @@ class StackedModule:
         return losses.detach(), _owned(gradients)
 
     @torch.no_grad()
+    def outputs(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: Tensor) -> Tensor:
+        """Return the outputs [k, batch, ...] of each model in evaluation mode, for its batch in `inputs`."""
+        self._module.eval()
+        try:
+            outputs, _ = self._forward((list(parameters), list(buffers), inputs, []), records=False)
+        finally:
+            self._module.train()
+        return outputs
+
+    @torch.no_grad()
     def _features(
         self, parameters: list[Tensor], buffers: Sequence[Tensor], inputs: Tensor, factors: Sequence[Tensor]
     ) -> Tensor:

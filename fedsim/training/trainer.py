@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from fedsim.training.batches import WorkItem
+from fedsim.training.stacked_tests import StackedTests
 
 
 class Trainer(Protocol):
@@ -27,6 +28,10 @@ class Trainer(Protocol):
     @property
     def replays(self) -> Any:
         """CUDA graphs of the training steps; None if this trainer never uses CUDA graphs."""
+
+    @property
+    def stacked_tests(self) -> StackedTests | None:
+        """Tests of several models at once; None if models are tested one by one."""
 
     def announce(self, members: Sequence[WorkItem]) -> None:
         """Announce which workers are trained next, so that their batches can be drawn together, and early on a GPU."""
