@@ -63,6 +63,7 @@ FULL_GPU = "tests/device/test_full_gpu.py"
 WARNINGS = "-W", "default"  # warnings of PyTorch are reported but are not errors
 PARTS = {  # in the order of their value
     "goals": Part(0.6, WARNINGS, ("benchmarks/gpu/measure.py::test_goal",), True, 100),
+    "assertions": Part(0.5, WARNINGS, ("benchmarks/gpu/assertions.py",), True, 100),
     "tests": Part(0.6, (*GPU_TESTS, f"--ignore={FULL_GPU}"), ("tests/device",), False, 100),
     "a full GPU": Part(0.3, GPU_TESTS, (FULL_GPU,), True, 60),
     "other measurements": Part(1.0, WARNINGS, ("benchmarks/gpu/measure.py::test_measurement",), True, 100),

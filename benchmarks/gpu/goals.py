@@ -35,6 +35,11 @@ GOALS = (
     *(Goal(f"rules, {n} x {d}", "most_over_byzfl", 1) for n in (20, 100) for d in (21_840, 1_663_370)),
 )
 
+ASSERTIONS = (  # of benchmarks/gpu/assertions.py, in the order of their value
+    *("failed capture", "drawing ahead", "runs in a session", "8 GB, 1 process", "8 GB, 2 processes"),
+    *("graphs of char_lstm, 10 workers", "graphs of char_lstm, 100 workers"),
+)
+
 
 class Verdict(NamedTuple):
     """A goal with what was measured.

@@ -127,12 +127,13 @@ def experiment_of(workload: str, *words: str, rounds: int = FEWEST_ROUNDS, few: 
     else:
         file, *changes = {**WORKLOADS, **GPU_WORKLOADS}[workload]
         experiment = fedsim.load_experiment(ROOT / file, changes)
+    experiment = fedsim.load_experiment(experiment, words)
     train = experiment.workers * (2 * experiment.local.batch_size + 3) if few else None
     if experiment.data.name == "mnist":
         data = workload_data(train)
     elif few:
         data = {"train": train} if workload in MODELS else {"train": train, "test": 200}
-    return fedsim.load_experiment(experiment, [*words, f"rounds={rounds}", f"device={DEVICE.type}"], data=data)
+    return fedsim.load_experiment(experiment, [f"rounds={rounds}", f"device={DEVICE.type}"], data=data)
 
 
 def loss_of(workload: str) -> Any:

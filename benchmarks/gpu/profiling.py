@@ -56,6 +56,7 @@ def summarize(events: list[tuple[str, bool, float, float]]) -> dict[str, Any]:
     return {
         **{"kernels": len(kernels), "launches": sum(name.startswith(LAUNCHES) for name in calls)},
         **{"waits": sum(name.startswith(WAITS) for name in calls)},
+        "graphs": sum(name.startswith("cudaGraphLaunch") for name in calls),
         **{"busy_ms": round(busy / 1e3, 3), "span_ms": round(span / 1e3, 3)},
         "busy_share": round(busy / span, 3) if span else None,
         "top": [[name[:70], counts[name], round(us / 1e3, 3)] for name, us in microseconds.most_common(MOST_KERNELS)],

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.goals import BASELINES, Goal, Verdict, verdicts
+from benchmarks.gpu.goals import ASSERTIONS, BASELINES, Goal, Verdict, verdicts
 
 MOST_FAILURES, MOST_WARNINGS, WIDTH = 20, 4, 150
 WORKLOADS = ("w1", "w2", "w3", "w4", "w3-1000", "resnet20", "char_lstm", "gpt")
@@ -139,8 +139,20 @@ def summarize(results: Results) -> str:
     lines += [f"... {len(failures) - MOST_FAILURES} more failures, in results.json"] * (len(failures) > MOST_FAILURES)
     lines += [f"warning, {count} times: {text}" for text, count in results.warnings.most_common(MOST_WARNINGS)]
     lines += [f"{name}: {fields['us']} us" for name, fields in figures.items() if "us" in fields]
-    lines += [*table(figures), *table_of_goals(results)]
+    lines += [*table(figures), *assertions(results), *table_of_goals(results)]
     return "\n".join(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in lines)
+
+
+def assertions(results: Results) -> list[str]:
+    """Return a line for each assertion, with its figures or the reason why it does not hold or is unknown."""
+    tests = {measured(name): test for name, test in results.tests.items()}
+    lines = []
+    for name in ASSERTIONS:
+        test = tests.get(name, {"outcome": "not started"})
+        word = {"passed": "holds", "failed": "DOES NOT HOLD"}.get(test["outcome"], test["outcome"])
+        known = test.get("error") or ", ".join(f"{key} {value}" for key, value in test.get("figures", {}).items())
+        lines.append(f"assertion {word}: {name}{': ' * bool(known)}{known}")
+    return lines
 
 
 def table_of_goals(results: Results) -> list[str]:

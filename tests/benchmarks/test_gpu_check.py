@@ -10,11 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.gpu import __main__ as check
-from benchmarks.gpu.goals import GOALS
+from benchmarks.gpu.goals import ASSERTIONS, GOALS
 from benchmarks.gpu.profiling import summarize as summarize_events
 from benchmarks.gpu.report import MOST_FAILURES, WIDTH, Results, summarize
 from tests.commands import stat_of
@@ -209,7 +210,7 @@ def results(tmp_path):
 
 def test_a_summary_fits_on_a_screen_and_has_the_figures(results):
     lines = summarize(results).splitlines()
-    assert len(lines) < MOST_FAILURES + len(GOALS) + 15
+    assert len(lines) < MOST_FAILURES + len(ASSERTIONS) + len(GOALS) + 15
     assert max(map(len, lines)) <= WIDTH
     table = {line.partition("   ")[0].strip(): line.split() for line in lines}
     assert table["w3 ms/round"][2:] == ["10", "-", "-", "-", "-", "300", "150", "-", "-", "-", "-", "1.5"]
@@ -266,6 +267,25 @@ def test_the_summary_ends_with_all_goals_and_says_why_some_are_not_measured(tmp_
     assert summarize(results).splitlines()[-1].endswith(": no device")
 
 
+def test_the_summary_says_for_each_assertion_whether_it_holds(tmp_path):
+    holds, fails, *others = ASSERTIONS
+    lines = [
+        {"test": f"a.py::test_assertion[{holds}]", "outcome": "passed", "figures": {"difference": 0.5}},
+        {"test": f"a.py::test_assertion[{fails}]", "outcome": "failed", "error": "it waits"},
+        {"test": f"a.py::test_assertion[{others[0]}]", "outcome": "skipped", "error": "needs a GPU"},
+    ]
+    (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    results = Results(tmp_path / "lines.jsonl")
+    results.read()
+    shown = [line for line in summarize(results).splitlines() if line.startswith("assertion")]
+    assert shown[:3] == [
+        f"assertion holds: {holds}: difference 0.5",
+        f"assertion DOES NOT HOLD: {fails}: it waits",
+        f"assertion skipped: {others[0]}: needs a GPU",
+    ]
+    assert shown[3:] == [f"assertion not started: {name}" for name in others[1:]]
+
+
 def test_the_goals_of_the_next_card_are_among_the_goals():
     most = {goal.measurement.removesuffix(", batched"): goal.most for goal in GOALS if goal.figure == "round_ms"}
     assert most == {**{"w1": 60, "w2": 50, "w3": 3.5, "w3-1000": 20, "gpt": 100, "char_lstm": 300, "resnet20": 60}}
@@ -317,6 +337,28 @@ def test_as_many_test_processes_run_as_cores_and_gpu_memory_allow(machine, proce
     check.main(["--out", str(tmp_path)])
     assert numbers == [(1 if part.exclusive else processes, part.exclusive) for part in check.PARTS.values()]
     assert (processes, False) in numbers
+
+
+def test_all_parts_and_repetitions_fit_into_the_minutes_in_the_order_of_their_value(tmp_path, monkeypatch):
+    """Each part uses all the time that it may use, and one of its tests fails beside others."""
+    clock, spent = [0.0], []
+
+    def run_part(part, processes, expression, seconds, out, environment, store, alone=False):
+        clock[0] += seconds
+        spent.append((part.paths, alone))
+        with open(out / "lines.jsonl", "a") as lines:
+            lines.write(json.dumps({"test": part.paths[0], "outcome": "failed", "error": "1", "alone": alone}) + "\n")
+
+    monkeypatch.setattr(check, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(check, "machine", lambda environment: {"device": "GPU", "cores": 4})
+    monkeypatch.setattr(check, "run_part", run_part)
+    assert check.main(["--minutes", "9", "--out", str(tmp_path)]) == 1
+    assert clock[0] <= 9 * 60 - check.LAST_SECONDS + 1e-6
+    tests = check.PARTS["tests"].paths
+    in_order = [(part.paths, False) for part in check.PARTS.values()]
+    place = in_order.index((tests, False)) + 1
+    assert spent == [*in_order[:place], (tests, True), *in_order[place:]]
+    assert [*check.PARTS][:2] == ["goals", "assertions"]
 
 
 @pytest.mark.slow
