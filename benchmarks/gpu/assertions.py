@@ -34,9 +34,11 @@ from fedsim.models.classic import cnn
 from fedsim.rounds.cohorts import Cohorts
 from fedsim.system.devices import release_memory
 from fedsim.training.capture import GraphPool
+from fedsim.training.cuda_graphs import MOST_NODES
 
 MODULE = "benchmarks.gpu.assertions"  # pytest gives this module another name
 GPU = torch.device("cuda", 0)
+STEPS = 20  # local steps of `char_lstm`
 RUNS = 20  # runs in one session
 MOST_GROWTH = 64e6  # bytes by which memory may differ between the third and the last run
 SLEEP_CYCLES = 2_000_000_000  # about one second of the GPU
@@ -86,7 +88,10 @@ def failed_capture() -> Figures:
 
 
 def graphs_of_char_lstm(workers: int) -> Figures:
-    """Steps of `char_lstm` are captured. The figures are the time, the memory and the nodes of the graphs."""
+    """Steps of `char_lstm` are captured in graphs of several steps that have about as many kernels as estimated.
+
+    The figures are the time and the memory of the captures, and the kernels of a graph.
+    """
     needs_gpu()
     captures: list[tuple[float, int]] = []
     record, settings = GraphPool.record, []
@@ -104,17 +109,21 @@ def graphs_of_char_lstm(workers: int) -> Figures:
         def on_round(record: dict[str, Any]) -> None:
             {2: start, 3: stop}.get(record["round"], int)()
 
-        experiment = experiment_of("char_lstm", *STACKED, f"workers={workers}", "local.steps=20", rounds=3)
+        experiment = experiment_of("char_lstm", *STACKED, f"workers={workers}", f"local.steps={STEPS}", rounds=3)
         result = fedsim.run(experiment, on_start=settings.append, on_round=on_round)
     captured = settings[0].how["cuda_graphs"]
     assert captured is True, f"no CUDA graphs: {captured}"
-    graphs = profile["graphs"]
-    return {
+    graphs = profile["graphs"]  # replayed in a round
+    nodes = round((profile["kernels"] - profile["launches"] + graphs) / max(1, graphs))
+    figures = {
         **{"capture_seconds": round(sum(seconds for seconds, _ in captures), 2), "captures": len(captures)},
         "capture_mib": round(sum(reserved for _, reserved in captures) / 2**20),
         "first_round_ms": round(1e3 * sum(result.history[0]["seconds"].values()), 1),
-        "nodes_per_graph": round((profile["kernels"] - profile["launches"] + graphs) / graphs) if graphs else None,
+        **{"graphs": graphs, "nodes_per_graph": nodes},
     }
+    assert graphs, "no graph is replayed"
+    assert graphs >= STEPS or nodes <= 2 * MOST_NODES, f"graphs are too large: {figures}"
+    return figures
 
 
 def memory_of_runs(*words: str, runs: int = RUNS, processes: int = 4) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -112,11 +113,12 @@ class Results:
         }
 
     def write(self, path: Path) -> None:
-        """Read all lines again and replace the file, which is complete at any time."""
+        """Read all lines again and replace the file, which is complete at any time. A full disk leaves it as it was."""
         self.read()
         new = path.with_suffix(".new")
-        new.write_text(json.dumps(self.as_json(), indent=1, default=str) + "\n", encoding="utf-8")
-        os.replace(new, path)
+        with contextlib.suppress(OSError):
+            new.write_text(json.dumps(self.as_json(), indent=1, default=str) + "\n", encoding="utf-8")
+            os.replace(new, path)
 
 
 def measured(test: str) -> str:

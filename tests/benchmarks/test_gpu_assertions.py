@@ -89,6 +89,31 @@ def test_workers_of_a_small_gpu_are_trained_in_narrower_stacks(gpu, monkeypatch)
     assert torch.cuda.mem_get_info()[1] > 9e9, "the limit ends"
 
 
+GRAPHS = {  # (kernels, launches, replayed graphs), whether steps are captured, and the error
+    "graphs of ten steps": ((8_004, 6, 2), True, None),
+    "large graphs": ((20_004, 6, 2), True, "graphs are too large"),
+    "graphs of one large step": ((400_000, 30, 20), True, None),
+    "no graphs": ((400, 400, 0), "the model draws random numbers", "no CUDA graphs: the model draws"),
+    "graphs that are not replayed": ((400, 400, 0), True, "no graph is replayed"),
+}
+
+
+@pytest.mark.parametrize("case", GRAPHS)
+def test_graphs_of_more_kernels_than_estimated_are_noticed(case, gpu, monkeypatch):
+    counts, captured, error = GRAPHS[case]
+
+    def run(experiment, on_start, on_round):
+        on_start(SimpleNamespace(how={"cuda_graphs": captured}))
+        return SimpleNamespace(history=[{"seconds": {"train": 2.0}}])
+
+    profile = contextlib.nullcontext((None, None, dict(zip(("kernels", "launches", "graphs"), counts, strict=True))))
+    monkeypatch.setattr(assertions, "profiled", lambda: profile)
+    monkeypatch.setattr(assertions.fedsim, "run", run)
+    with contextlib.nullcontext() if error is None else pytest.raises(AssertionError, match=error):
+        figures = assertions.graphs_of_char_lstm(10)
+        assert figures["nodes_per_graph"] == round((counts[0] - counts[1] + counts[2]) / counts[2])
+
+
 @pytest.mark.parametrize("used", [7e9, 9e9])
 def test_more_memory_than_that_of_the_small_gpu_is_noticed(used, gpu, monkeypatch):
     def run(experiment, on_start, on_round):

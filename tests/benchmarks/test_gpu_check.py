@@ -286,6 +286,19 @@ def test_the_summary_says_for_each_assertion_whether_it_holds(tmp_path):
     assert shown[3:] == [f"assertion not started: {name}" for name in others[1:]]
 
 
+def test_results_that_cannot_be_written_end_no_check(results, tmp_path, monkeypatch):
+    def full(old, new):
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "results.json"
+    results.write(path)
+    before = path.read_text()
+    monkeypatch.setattr(os, "replace", full)
+    results.machine = {"device": "GPU"}
+    results.write(path)
+    assert path.read_text() == before
+
+
 def test_the_goals_of_the_next_card_are_among_the_goals():
     most = {goal.measurement.removesuffix(", batched"): goal.most for goal in GOALS if goal.figure == "round_ms"}
     assert most == {**{"w1": 60, "w2": 50, "w3": 3.5, "w3-1000": 20, "gpt": 100, "char_lstm": 300, "resnet20": 60}}
