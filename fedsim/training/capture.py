@@ -60,19 +60,35 @@ class GraphPool:
                 itself is called.
         """
         with torch.cuda.device(self.device):
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                for _ in range(WARM_UPS):
-                    (warm_up or run)()
-            torch.cuda.current_stream().wait_stream(self._stream)
-            graph = torch.cuda.CUDAGraph()
+            caller, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+            self._stream.wait_stream(caller)
             try:
-                with torch.cuda.graph(graph, pool=self._handle, stream=self._stream):
-                    run()
-            except Exception as error:
-                self._recover()
-                raise error.__context__ or error from None  # ending a failed capture raises a second error
+                with torch.cuda.stream(self._stream):
+                    for _ in range(WARM_UPS):
+                        (warm_up or run)()
+            finally:
+                caller.wait_stream(self._stream)  # also if a warm-up fails: later work uses its memory again
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # the pool cannot use this memory
+            # torch.cuda.graph would stay on this stream if a failed capture cannot be ended
+            with torch.cuda.stream(self._stream):
+                self._record(graph, run)
         return graph.replay
+
+    def _record(self, graph: torch.cuda.CUDAGraph, run: Run) -> None:
+        """Capture a call of `run` on the current stream. Other threads, as in a notebook, may use the GPU meanwhile."""
+        try:
+            graph.capture_begin(self._handle, capture_error_mode="thread_local")
+            try:
+                run()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # a second error, if the first one has spoiled the capture
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        except BaseException:
+            self._recover()
+            raise
 
     @cached_property
     def _handle(self) -> Any:
@@ -83,13 +99,19 @@ class GraphPool:
         return torch.cuda.Stream(self.device)
 
     def _recover(self) -> None:
-        """Reset PyTorch's random generator and memory allocator after a failed capture."""
+        """Reset PyTorch's random generator and memory allocator after a failed capture.
+
+        A graph releases its reference to the memory pool only if its capture has been ended.
+        """
         generator = torch.cuda.default_generators[self.device.index]
         generator.graphsafe_set_state(generator.clone_state())
+        pool = self.device.index, self._handle
         for name in _END_ALLOCATION:
             if hasattr(torch._C, name):
-                with contextlib.suppress(RuntimeError):  # raised if no allocation is in progress
-                    getattr(torch._C, name)(self.device.index, self._handle)
+                with contextlib.suppress(RuntimeError):  # raised if the capture has been ended
+                    getattr(torch._C, name)(*pool)
+                    torch._C._cuda_releasePool(*pool)
+        del self._handle  # PyTorch does not capture into a pool that has been released
 
 
 def require_capturable(run: Run, device: torch.device) -> int:

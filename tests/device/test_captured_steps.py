@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import weakref
 from collections import Counter
 from dataclasses import dataclass
@@ -450,3 +451,76 @@ def test_a_recurrent_operation_counts_as_its_kernels(batch_first):
     assert kernels_of(run, (inputs, weights, 4, None, state)) == 2 * 4 * 7
     assert kernels_of(torch.ops.aten._cudnn_rnn_flatten_weight.default, (weights,)) == 1
     assert kernels_of(torch.ops.aten.view.default, (inputs, [-1])) == 0
+
+
+def place():
+    return torch.device("cuda", 0)
+
+
+def spoiling(x):
+    """A computation that a CUDA graph does not support, which allocates memory first."""
+    return (x + 1, torch.cuda.synchronize())
+
+
+@pytest.mark.gpu
+def test_a_failed_capture_restores_the_stream_and_releases_its_memory():
+    with some_gpu():
+        x, pool = torch.zeros(2**20, device="cuda"), GraphPool(place())
+        x.add_(1)
+        stream, reserved = torch.cuda.current_stream(), torch.cuda.memory_reserved()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+                pool.record(lambda: spoiling(x), lambda: None)
+            assert torch.cuda.current_stream() == stream
+            gc.collect()  # the error has the frame of the computation
+            torch.cuda.empty_cache()
+            assert torch.cuda.memory_reserved() <= reserved
+        replay = pool.record(lambda: x.add_(1), lambda: None)
+        x.zero_()
+        replay()
+        assert x.sum().item() == x.numel()
+
+
+@pytest.mark.gpu
+def test_work_after_a_failed_warm_up_waits_for_the_stream_of_the_warm_up():
+    def fails():
+        x.add_(1)
+        raise ValueError("failed")
+
+    with some_gpu():
+        x = torch.zeros(2**20, device="cuda")
+        with pytest.raises(ValueError, match="failed"):
+            GraphPool(place()).record(fails)
+        assert x.sum().item() == x.numel()
+
+
+@pytest.mark.gpu
+def test_a_failed_capture_raises_the_error_of_the_computation():
+    def fails():
+        try:
+            raise KeyError("handled")
+        except KeyError:
+            raise ValueError("not handled")  # noqa: B904
+
+    with some_gpu(), pytest.raises(ValueError, match="not handled"):
+        GraphPool(place()).record(fails, lambda: None)
+
+
+@pytest.mark.gpu
+def test_other_threads_may_read_from_the_gpu_during_a_capture():
+    """Such as those of a notebook."""
+    seen = []
+
+    def run():
+        thread = threading.Thread(target=lambda: seen.append(y.tolist()))
+        thread.start()
+        thread.join()
+        x.add_(1)
+
+    with some_gpu():
+        x, y = torch.zeros(1, device="cuda"), torch.ones(1, device="cuda")
+        replay = GraphPool(place()).record(run, lambda: None)
+        x.zero_()
+        replay()
+        assert seen == [[1.0]]
+        assert x.item() == 1.0
