@@ -11,6 +11,7 @@ import torch
 from benchmarks.gpu import assertions
 from benchmarks.gpu.goals import ASSERTIONS
 from fedsim.rounds.cohorts import Cohorts
+from fedsim.training.capture import GraphPool
 from tests.device.pretend import pretend_gpu
 
 FEW = "workers=8", "cohort=4", "model=logistic"
@@ -26,6 +27,32 @@ def gpu(monkeypatch):
 
 def test_all_assertions_have_functions():
     assert assertions.FUNCTIONS.keys() == set(ASSERTIONS)
+
+
+def test_a_failed_capture_leaves_stream_and_memory(gpu):
+    assert "capturing" in assertions.FUNCTIONS["failed capture"]()["error_of_the_capture"]
+    assert len(gpu.graphs) == 1
+
+
+def test_a_failed_capture_that_changes_the_stream_is_noticed(gpu, monkeypatch):
+    record, other = GraphPool.record, torch.cuda.Stream()
+
+    def forgetting(pool, run):
+        try:
+            return record(pool, run)
+        except Exception:
+            torch.cuda.set_stream(other)
+            raise
+
+    monkeypatch.setattr(GraphPool, "record", forgetting)
+    with pytest.raises(AssertionError, match="stays on the stream of the capture"):
+        assertions.failed_capture()
+
+
+def test_a_failed_capture_that_keeps_memory_is_noticed(gpu, monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda device, pool: None)
+    with pytest.raises(AssertionError, match="bytes of the failed capture stay reserved"):
+        assertions.failed_capture()
 
 
 @pytest.fixture
