@@ -26,6 +26,7 @@ KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
 BLOCKS_AT_ONCE = 1 << 15  # on a CPU: small enough for the cache, large enough to hide the call overhead
 BLOCKS_AT_ONCE_ON_GPU = 1 << 22  # 32 MiB for each of about ten tensors
+BLOCK_BYTES = 64  # memory for each block while blocks are computed: eight int64 tensors
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fedsim.core.philox import Stream, bernoulli
+from fedsim.core.philox import BLOCK_BYTES, BLOCKS_AT_ONCE_ON_GPU, Stream, bernoulli
 from fedsim.core.randomness import draw_keys, preserve_random_state
 from fedsim.data.tensors import in_order
 from fedsim.system.devices import to_device
@@ -171,6 +171,32 @@ def dropout_factors(
     ]
 
 
+def blocks_of_step(dropouts: Sequence[Dropout], batch: int) -> int:
+    """Return the number of Philox blocks for a worker's dropout masks in a step with `batch` samples."""
+    return sum(-(-batch * math.prod(dropout.shape) // 4) for dropout in dropouts)
+
+
+def mask_bytes(dropouts: Sequence[Dropout], batch: int, itemsize: int) -> int:
+    """Return the memory, in bytes per worker, for the dropout masks of a step and their products.
+
+    New masks are generated while the previous ones exist. For each element, there are two masks, a Boolean and its
+    copy, and the product of a mask with an activation and the gradient of this product.
+    """
+    return 4 * blocks_of_step(dropouts, batch) * (4 * itemsize + 2)
+
+
+def ahead_bytes(dropouts: Sequence[Dropout], batch: int, itemsize: int, workers: int) -> int:
+    """Return the memory, in bytes, that masks need on a GPU in addition to `mask_bytes` for each worker.
+
+    This is the memory for random integers, and for masks that are generated ahead of their steps.
+    """
+    if not dropouts:
+        return 0
+    ahead = BLOCKS_PER_STACK * GPU_BLOCK_FACTOR
+    at_once = min(BLOCKS_AT_ONCE_ON_GPU, ahead + workers * blocks_of_step(dropouts, batch))
+    return BLOCK_BYTES * at_once + 4 * ahead * (2 * itemsize + 2)
+
+
 @dataclass
 class FactorsAhead:
     """Dropout masks of k workers, generated for several steps at once.
@@ -208,7 +234,7 @@ class FactorsAhead:
             return []
         if not self._begin <= step < self._end or rows > self._rows:
             first_step = self._first_step[:rows] + step
-            of_a_step = rows * sum(-(-self.batch * math.prod(dropout.shape) // 4) for dropout in self.dropouts)
+            of_a_step = rows * blocks_of_step(self.dropouts, self.batch)
             steps = max(1, min(self._at_once // max(1, of_a_step), self.steps - step))
             drawn = dropout_factors(self.keys[:rows], first_step, steps, self.batch, self.dropouts, self.dtype)
             self._drawn = [factors.unbind() for factors in drawn]

@@ -18,7 +18,7 @@ from fedsim.system.devices import to_device, total_memory_of
 from fedsim.training.batches import Alteration, BatchSource, WorkItem
 from fedsim.training.client_rounds import ClientRounds
 from fedsim.training.cuda_graphs import CapturedSteps, CUDAGraphCache, sizes_of_stacks, unsafe
-from fedsim.training.forward_functions import FactorsAhead
+from fedsim.training.forward_functions import FactorsAhead, ahead_bytes, mask_bytes
 from fedsim.training.probe import StackingProbe
 from fedsim.training.sample_gradients import Moment
 from fedsim.training.shared_state import SharedState
@@ -273,7 +273,8 @@ def stack_width(task: RunTask, shared: SharedState, probe: StackingProbe, thread
         return task.experiment.batched.stack_size
     workers = shared.cohort.size
     if task.device.type != "cpu":
-        fitting = MEMORY_SHARE * total_memory_of(task.device) / sharing / bytes_per_worker(task, shared, probe)
+        room = MEMORY_SHARE * total_memory_of(task.device) / sharing - bytes_beside_workers(task, shared, probe)
+        fitting = room / bytes_per_worker(task, shared, probe)
         return max(1, int(min(workers, fitting)))
     row_bytes = shared.cohort.rows.shape[1] * task.dtype.itemsize
     widest = min(WIDEST_ON_CPU, max(NARROWEST_ON_CPU, threads * (STACK_BYTES_ON_CPU // row_bytes)))
@@ -285,11 +286,21 @@ def stack_width(task: RunTask, shared: SharedState, probe: StackingProbe, thread
 
 def bytes_per_worker(task: RunTask, shared: SharedState, probe: StackingProbe) -> int:
     """Estimate the memory that a stack needs for each of its workers, in bytes."""
-    row_bytes = shared.cohort.rows.shape[1] * task.dtype.itemsize
+    row_bytes, batch = shared.cohort.rows.shape[1] * task.dtype.itemsize, task.schedule.largest_batch
     state_rows = len(task.algorithm.start(shared.server.row[:1]))
-    captured = task.experiment.cuda_graphs is not False and unsafe(task, probe) is None
     clips = task.experiment.local.clip_norm is not None
     gradients = 1 + clips + 2 * (task.schedule.accumulation_steps > 1)  # plus the concatenated gradients and their sums
     made = (gradients if task.device.type == "cpu" else 3 + state_rows) * row_bytes
-    made += 2 * task.schedule.largest_batch * probe.sample_bytes
-    return (2 + 2 * state_rows) * row_bytes + (2 if captured else 1) * made
+    made += 2 * batch * probe.sample_bytes + mask_bytes(probe.dropouts, batch, task.dtype.itemsize)
+    return (2 + 2 * state_rows) * row_bytes + _times_made(task, probe) * made
+
+
+def bytes_beside_workers(task: RunTask, shared: SharedState, probe: StackingProbe) -> int:
+    """Estimate the memory, in bytes, that dropout needs on a GPU for any number of workers in a stack."""
+    sizes = task.schedule.largest_batch, task.dtype.itemsize, shared.cohort.size
+    return _times_made(task, probe) * ahead_bytes(probe.dropouts, *sizes)
+
+
+def _times_made(task: RunTask, probe: StackingProbe) -> int:
+    """Return how often the memory of a step is allocated: CUDA graphs have their own, beside that of the warm-up."""
+    return 2 if task.experiment.cuda_graphs is not False and unsafe(task, probe) is None else 1
