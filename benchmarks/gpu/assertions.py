@@ -98,6 +98,7 @@ def graphs_of_char_lstm(workers: int) -> Figures:
 
     def timed(*arguments: Any, **named: Any) -> Any:
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # as `record` does before it captures
         started, before = time.perf_counter(), torch.cuda.memory_reserved()
         replay = record(*arguments, **named)
         torch.cuda.synchronize()
@@ -196,7 +197,7 @@ def drawing_ahead(*words: str, few: bool = False) -> Figures:
 def limit_memory() -> contextlib.ExitStack:
     """Let this process see and use the memory of a small GPU only, until the returned stack is closed."""
     mem_get_info, (_, total) = torch.cuda.mem_get_info, torch.cuda.mem_get_info()
-    hidden = int(total - SMALL_GPU)
+    hidden = max(0, int(total - SMALL_GPU))
 
     def of_small_gpu(device: Any = None) -> tuple[int, int]:
         free, total = mem_get_info(device)

@@ -89,6 +89,12 @@ class Results:
         """Compare the figures with all goals. On a CPU, which trains on few samples, no goal counts as measured."""
         return verdicts({} if self.machine.get("device") == "cpu" else self.figures())
 
+    @property
+    def assertions(self) -> dict[str, dict[str, Any]]:
+        """The last line of each assertion by its name."""
+        tests = {measured(name): test for name, test in self.tests.items()}
+        return {name: tests.get(name, {"outcome": "not started"}) for name in ASSERTIONS}
+
     def reason(self, goal: Goal) -> str:
         """Return why the figure of a goal is unknown."""
         if "error" in self.machine or self.machine.get("device") == "cpu":
@@ -104,6 +110,7 @@ class Results:
         metadata = self.machine
         return {
             **{"benchmark": "gpu", "outcomes": self.counted(), "figures": self.figures()},
+            "assertions": {name: test["outcome"] for name, test in self.assertions.items()},
             "goals": [verdict.as_json() for verdict in self.verdicts()],
             **{"failures": self.failures, "warnings": self.warnings, "environment": metadata},
             "date": metadata.get("date", "")[: len("2026-01-01")],
@@ -141,16 +148,14 @@ def summarize(results: Results) -> str:
     lines += [f"... {len(failures) - MOST_FAILURES} more failures, in results.json"] * (len(failures) > MOST_FAILURES)
     lines += [f"warning, {count} times: {text}" for text, count in results.warnings.most_common(MOST_WARNINGS)]
     lines += [f"{name}: {fields['us']} us" for name, fields in figures.items() if "us" in fields]
-    lines += [*table(figures), *assertions(results), *table_of_goals(results)]
+    lines += [*table(figures), *lines_of_assertions(results), *table_of_goals(results)]
     return "\n".join(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in lines)
 
 
-def assertions(results: Results) -> list[str]:
+def lines_of_assertions(results: Results) -> list[str]:
     """Return a line for each assertion, with its figures or the reason why it does not hold or is unknown."""
-    tests = {measured(name): test for name, test in results.tests.items()}
     lines = []
-    for name in ASSERTIONS:
-        test = tests.get(name, {"outcome": "not started"})
+    for name, test in results.assertions.items():
         word = {"passed": "holds", "failed": "DOES NOT HOLD"}.get(test["outcome"], test["outcome"])
         known = test.get("error") or ", ".join(f"{key} {value}" for key, value in test.get("figures", {}).items())
         lines.append(f"assertion {word}: {name}{': ' * bool(known)}{known}")

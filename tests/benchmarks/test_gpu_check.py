@@ -284,6 +284,7 @@ def test_the_summary_says_for_each_assertion_whether_it_holds(tmp_path):
         f"assertion skipped: {others[0]}: needs a GPU",
     ]
     assert shown[3:] == [f"assertion not started: {name}" for name in others[1:]]
+    assert [*results.as_json()["assertions"].values()][:4] == ["passed", "failed", "skipped", "not started"]
 
 
 def test_results_that_cannot_be_written_end_no_check(results, tmp_path, monkeypatch):
