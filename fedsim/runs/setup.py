@@ -134,7 +134,7 @@ def check_run(experiment: Experiment, session: Session, *, to_run: bool) -> RunT
         device = engines.get(experiment.engine).target.device_for(experiment.device)
     task = task_of(experiment, device)
     if to_run or not lacks_files(data.name, data.root or default_root(), **data.params):
-        with preserve_random_state(device), full_precision(device), workers_named():
+        with preserve_random_state(device), full_precision(device), without_recurrent_advice(device), workers_named():
             task, *_ = _with_data(experiment, task, session, device, lambda step: None)
     return task
 

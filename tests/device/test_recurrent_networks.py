@@ -6,6 +6,7 @@ import pytest
 
 import fedsim
 from fedsim.engines import base
+from fedsim.runs.setup import check_run
 from tests.device.agreement import assert_agrees_with_the_cpu
 from tests.device.pretend import pretend_gpu
 from tests.engines.in_process import InProcessPool
@@ -32,3 +33,9 @@ def test_processes_pass_on_no_warning_about_weights(monkeypatch, recwarn):
 def test_a_recurrent_network_agrees_with_the_cpu(kind, engine):
     """A warning of PyTorch is an error here."""
     assert_agrees_with_the_cpu({**experiment(kind), "rounds": 1}, engine)
+
+
+def test_the_check_of_a_comparison_gives_no_warning_about_weights(gpu, recwarn):
+    with fedsim.Session() as session:
+        check_run(fedsim.Experiment(**{**experiment("LSTM"), "device": "cuda"}), session, to_run=True)
+    assert not [warning for warning in recwarn if "RNN" in str(warning.message)]
