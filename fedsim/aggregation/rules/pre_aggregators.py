@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from pydantic import PositiveInt
+from torch import Tensor
 
 from fedsim.aggregation.numerics.gram import Gram, stable_order
 from fedsim.aggregation.rule import ByzantineCount, LinearCombination, pre_aggregator, require
@@ -29,8 +30,11 @@ def nnm(gram: Gram, *, f: ByzantineCount) -> LinearCombination:
     """
     n = len(gram)
     require(f < n, "nnm", "f < n", f=f, n=n)
-    away = gram.squared_distances.clone().fill_diagonal_(-1)  # a row comes before rows that are equal to it
-    mixing = torch.zeros(n, n, dtype=torch.double)
+
+    def away_of(squares: Tensor) -> Tensor:
+        return squares.clone().fill_diagonal_(-1)  # a row comes before rows that are equal to it
+
+    away, mixing = away_of(gram.squares_deciding(away_of, n - f)), torch.zeros(n, n, dtype=torch.double)
     return LinearCombination(mixing.scatter_(1, stable_order(away)[:, : n - f], 1 / (n - f)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ def krum(gram: Gram, *, f: ByzantineCount) -> LinearCombination:
     """
     n = len(gram)
     require(n >= 2 * f + 3, "krum", "n >= 2f + 3", f=f, n=n)
-    return mean_of_least(krum_scores(gram.squared_distances, f), 1)
+    return _mean_of_least_krum(gram, f, 1)
 
 
 @rule("multi_krum")
@@ -59,7 +60,13 @@ def multi_krum(gram: Gram, *, f: ByzantineCount, m: PositiveInt | None = None) -
     require(n >= f + 3, "multi_krum", "n >= f + 3", f=f, n=n)
     m = n - f if m is None else m
     require(1 <= m <= n, "multi_krum", "1 <= m <= n", m=m, n=n)
-    return mean_of_least(krum_scores(gram.squared_distances, f), m)
+    return _mean_of_least_krum(gram, f, m)
+
+
+def _mean_of_least_krum(gram: Gram, f: int, count: int) -> LinearCombination:
+    """Return the mean of the `count` updates with the smallest Krum scores."""
+    scores_of = partial(krum_scores, f=f)
+    return mean_of_least(scores_of(gram.squares_deciding(scores_of, count)), count)
 
 
 def mean_of_least(values: Tensor, count: int) -> LinearCombination:
@@ -180,7 +187,7 @@ def medoid(gram: Gram) -> LinearCombination:
     >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [4.0], [99.0]]), "medoid")
     tensor([2.])
     """
-    distances = gram.distances.numpy()
+    distances = gram.squares_deciding(lambda squares: squares.sqrt().sum(1), 1).sqrt().numpy()
     require_finite(distances, "medoid")
     others = distances.copy()
     np.fill_diagonal(others, math.inf if len(gram) > 1 else 0)
