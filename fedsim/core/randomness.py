@@ -20,7 +20,7 @@ import hashlib
 import math
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from numbers import Integral
 from typing import Any
@@ -33,11 +33,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fedsim.core import philox
 from fedsim.errors import ExperimentError, show
-from fedsim.system.devices import with_index
+from fedsim.system.devices import to_device, with_index
 from fedsim.system.global_settings import run_settings
 
 STEPS_AHEAD = 32  # steps per call, because drawing a few words takes as long as drawing 2^15
 WORDS_AHEAD = 1 << 15  # maximum number of words drawn ahead per call
+WORDS_TOGETHER = 1 << 22  # maximum number of words that several sources draw together on a GPU: 32 MiB
 SPARSE = 64  # `choice` draws the chosen numbers directly if n / count is at least this
 LARGEST = 1 << 31  # limit of the range of `Draws.integers` and `Draws.choice`
 CPU = torch.device("cpu")
@@ -100,6 +101,21 @@ class Draws:
         Different arguments (except `device`) give independent numbers. `coordinates` are, for example, (round, worker).
         """
         return cls(torch.full((), draw_key(seed, purpose, *coordinates), dtype=torch.int64, device=device))
+
+    @classmethod
+    def of_all(
+        cls, seed: int, purpose: str, coordinates: Sequence[Sequence[int]], *, device: torch.device
+    ) -> list[Draws]:
+        """Return `Draws.of(seed, purpose, *c, device=device)` for each c of `coordinates`.
+
+        On a GPU, one call draws the words of several sources, which takes as many launches as those of one source. Use
+        one source after another, in this order.
+        """
+        keys = torch.tensor([draw_key(seed, purpose, *c) for c in coordinates], dtype=torch.int64)
+        if device.type == "cpu":
+            return [cls(key) for key in keys]
+        together = _WordsTogether(to_device(keys, device))
+        return [_OneOfSeveral(together, position) for position in range(len(keys))]
 
     @property
     def key(self) -> Tensor:
@@ -175,6 +191,37 @@ class Draws:
             words = philox.words(philox.Stream(self._key, first + steps, layer), count)
             self._ahead[layer] = first, words
         return words[self._step - first, :count]
+
+
+class _WordsTogether:
+    """Random words of several sources, each with one of the `keys` [n], drawn for several sources at once."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys, self._drawn = keys, dict[int, tuple[int, Tensor]]()
+
+    def of(self, position: int, layer: int, count: int) -> Tensor:
+        """Return the first `count` words of source number `position` in its call number `layer`."""
+        first, words = self._drawn.get(layer, (0, self.keys.new_empty(0, 0)))
+        if not 0 <= position - first < len(words) or count > words.shape[1]:
+            first, several = position, self.keys[position : position + WORDS_TOGETHER // count]
+            words = philox.words(philox.Stream(several, 0, layer), count)
+            self._drawn[layer] = first, words
+        return words[position - first, :count]
+
+
+class _OneOfSeveral(Draws):
+    """Source whose words are drawn together with those of other sources."""
+
+    def __init__(self, together: _WordsTogether, position: int) -> None:
+        super().__init__(together.keys[position])
+        self._together, self._position = together, position
+
+    def _drawn(self, count: int, convert: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Tensor:
+        if 2 * count > WORDS_TOGETHER:
+            return super()._drawn(count, convert, shape)
+        layer, self._calls = self._calls, self._calls + 1
+        words = self._together.of(self._position, layer, max(4, -(-count // 4) * 4))
+        return convert(words)[: math.prod(shape)].view(shape)
 
 
 def batch_order(seed: int, round: int, worker: int, epoch: int, size: int) -> Tensor:

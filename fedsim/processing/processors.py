@@ -98,6 +98,7 @@ def apply_chain(
     states: Mapping[str, Tensor] | None = None,
     shapes: Shapes | None = None,
     purpose: str = "process",
+    draws: Sequence[Draws] | None = None,
 ) -> int:
     """Apply a chain of processors to an update, in place, one after another.
 
@@ -115,30 +116,44 @@ def apply_chain(
         states: what the worker keeps, named as by `initial_states`, which is changed.
         shapes: shapes of the tensors that the update contains. None: one flat vector.
         purpose: name of the draws. Updates to the server and parameters to the workers have different names.
+        draws: source of random numbers of each processor, if they are created already (see `draws_of_all`).
 
     Returns the number of bytes to send for the processed update.
     """
     nbytes, states, shapes = row.nbytes, states or {}, shapes or [row.shape]
-
-    def draws(position: int) -> Draws:
-        return Draws.of(seed, purpose, *coordinates, position, device=row.device)
-
+    draws = draws or draws_of_all(chain, seed, [coordinates], row.device, purpose)[0]
     for segment in _segments(chain):
         residual = states.get(f"residual_{segment[0]}")
         source = row if residual is None else residual.add_(row)
         for positions in _groups(chain, segment):
             if codec := _codec(chain, positions, row, shapes):
-                senders = [Sender(draws(position), metrics, states.get(f"memory_{position}")) for position in positions]
+                senders = [Sender(draws[position], metrics, states.get(f"memory_{position}")) for position in positions]
                 codec.restore(codec.parts(source, senders), out=row)
                 nbytes = codec.nbytes
             else:
-                update, declared = chain[positions[0]](update=source, draws=draws(positions[0]), metrics=metrics)
+                update, declared = chain[positions[0]](update=source, draws=draws[positions[0]], metrics=metrics)
                 nbytes = nbytes if declared is None else declared
                 row.copy_(update)
             source = row
         if residual is not None:
             residual.sub_(row)
     return nbytes
+
+
+def draws_of_all(
+    chain: Sequence[UpdateProcessor],
+    seed: int,
+    coordinates: Sequence[Sequence[int]],
+    device: torch.device,
+    purpose: str = "process",
+) -> list[tuple[Draws, ...]]:
+    """Return the source of random numbers of each processor, for each of several updates with their `coordinates`.
+
+    See `apply_chain` for the arguments. Use the results in this order (see `Draws.of_all`).
+    """
+    positions = range(len(chain))
+    each = ([(*of_update, position) for of_update in coordinates] for position in positions)
+    return list(zip(*(Draws.of_all(seed, purpose, several, device=device) for several in each), strict=True))
 
 
 def check_order(chain: Sequence[UpdateProcessor], place: str) -> None:

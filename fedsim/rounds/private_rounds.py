@@ -7,7 +7,7 @@ of the server.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -62,9 +62,9 @@ class PrivateRounds:
             return False
         clipped, round = self._clip(mine, self.clip), context.moment[0]
         if self.mechanism.at_workers:
-            for member in mine:
-                noise = self._noise(self.mechanism.noise * self.clip, "local_privacy", round, member.worker)
-                self._shared.cohort.rows[member.slot] += noise
+            std, coordinates = self.mechanism.noise * self.clip, [(round, worker) for worker in mine.workers.tolist()]
+            for slot, noise in zip(mine.slots.tolist(), self._noises(std, "local_privacy", coordinates), strict=True):
+                self._shared.cohort.rows[slot] += noise
         counts = self._team.gather((int(torch.stack(clipped).sum()) if clipped else 0, len(clipped)))
         self._counts = [sum(column) for column in zip(self._counts, *counts, strict=True)]
         return False
@@ -93,7 +93,8 @@ class PrivateRounds:
             self.clip = self.mechanism.next_clip(self.clip, clipped, updates, cohort, experiment.seed, round)
         if not self.mechanism.at_server:
             return None
-        return self._noise(self.mechanism.noise_of_sum(cohort) * self._clip_of_round / cohort, "privacy", round)
+        std = self.mechanism.noise_of_sum(cohort) * self._clip_of_round / cohort
+        return next(self._noises(std, "privacy", [(round,)]))
 
     def metrics(self, round: int) -> dict[str, float]:
         """Return the numbers to record after `round`, by name: epsilon so far, and numbers about clipping."""
@@ -122,11 +123,11 @@ class PrivateRounds:
         """
         return [clip_update(self._shared.cohort.rows[member.slot], max_norm) for member in mine]
 
-    def _noise(self, std: float, purpose: str, *coordinates: int) -> Tensor:
-        """Return independent Gaussian noise [d], with zeros for the parameters that workers do not send."""
+    def _noises(self, std: float, purpose: str, coordinates: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        """Yield Gaussian noise [d] for each of `coordinates`, with zeros for parameters that workers do not send."""
         row, personal = self._shared.server.row, self._task.algorithm.personal_columns
-        draws = Draws.of(self._task.experiment.seed, purpose, *coordinates, device=row.device)
-        noise = draws.normal(len(row), dtype=row.dtype).mul_(std)
-        if personal.width:
-            personal.write(noise, noise.new_zeros(personal.width))
-        return noise
+        for draws in Draws.of_all(self._task.experiment.seed, purpose, coordinates, device=row.device):
+            noise = draws.normal(len(row), dtype=row.dtype).mul_(std)
+            if personal.width:
+                personal.write(noise, noise.new_zeros(personal.width))
+            yield noise

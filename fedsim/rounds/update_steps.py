@@ -13,7 +13,7 @@ from torch import Tensor
 from fedsim.aggregation import Gram, screened
 from fedsim.aggregation.numerics.columns import NonfiniteError, reading
 from fedsim.processes.team import Team
-from fedsim.processing import apply_chain
+from fedsim.processing import apply_chain, draws_of_all
 from fedsim.records.round_stats import SentUpdates
 from fedsim.rounds.aggregator import Aggregator
 from fedsim.system.devices import to_device
@@ -167,7 +167,10 @@ class ProcessingStep:
         exempt = task.byzantine.in_round(round) if task.attackers_skip_chain else ()
         sent_columns = task.algorithm.personal_columns.others(rows.shape[1])
         personal = task.algorithm.personal_columns.width > 0
-        for member in mine[np.isin(mine.workers, context.workers)]:
+        members, chain, seed = mine[np.isin(mine.workers, context.workers)], task.experiment.chain, task.experiment.seed
+        coordinates = [(*context.moment, worker) for worker in members.workers.tolist()]
+        draws = draws_of_all(chain, seed, coordinates, task.device)
+        for member, coordinate, of_member in zip(members, coordinates, draws, strict=True):
             metrics: dict[str, Any] = {}
             if member.worker in exempt:
                 sent.add([member.worker], sent_columns.width * rows.itemsize)
@@ -175,8 +178,7 @@ class ProcessingStep:
             with self._team.process.working_on(member.worker, round):
                 row = sent_columns.of(rows[member.slot]) if personal else rows[member.slot]
                 states = {name: values[member.slot] for name, values in self._shared.cohort.chain_states.items()}
-                chain, seed, coordinates = task.experiment.chain, task.experiment.seed, (*context.moment, member.worker)
-                nbytes = apply_chain(chain, row, seed, coordinates, metrics, states, task.shapes)
+                nbytes = apply_chain(chain, row, seed, coordinate, metrics, states, task.shapes, draws=of_member)
                 if task.experiment.nonfinite != "keep":
                     for state in states.values():  # NaN that stays in a residual would enter later updates
                         row += (state * 0).sum()

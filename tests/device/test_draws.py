@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 import fedsim
 from fedsim.byzantine import attack_strategy
+from fedsim.core import randomness
 from fedsim.core.randomness import Draws, global_states, seed_globally
 from fedsim.data.augmentation import augmentation
 from fedsim.data.partitions.features import GaussianNoise
@@ -20,6 +21,7 @@ from tests.device.agreement import REAL, some_gpu, to_gpu
 from tests.device.pretend import GPU, download, upload
 from tests.device.pretend.counting import DOWNLOAD
 from tests.device.test_aggregation_counts import DRAW
+from tests.device.test_waits import counts_of_the_last_round, tables
 
 
 def backdoor(images, draws):
@@ -123,3 +125,36 @@ def test_steps_share_the_launches_of_their_draws(gpu):
             at(step).uniform(64)
     # 3 launches turn words into numbers; one call draws the words for 32 steps
     assert counts.launches <= 3 * 49 + DRAW, counts.table()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+def test_sources_that_draw_together_draw_their_own_numbers(name, monkeypatch):
+    """At most 45,000 words are drawn at once. A source draws no numbers, and another one draws two times."""
+    monkeypatch.setattr(randomness, "WORDS_TOGETHER", 45_000)
+    call, coordinates = CALLS[name], [(3, worker) for worker in range(5)]
+    images, times = torch.randn(20, 1, 6, 6, generator=torch.Generator().manual_seed(0)), [1, 1, 0, 1, 2]
+    with some_gpu():
+        on_gpu = to_gpu(images)
+        alone = [Draws.of(0, "x", *each, device=GPU) for each in coordinates]
+        together = Draws.of_all(0, "x", coordinates, device=on_gpu.device)
+        assert [draws.key.item() for draws in together] == [draws.key.item() for draws in alone]
+        for count, ours, theirs in zip(times, together, alone, strict=True):
+            for _ in range(count):
+                assert torch.equal(call(on_gpu, draws=ours).cpu(), call(on_gpu, draws=theirs).cpu())
+
+
+PER_WORKER = 30  # launches that turn the words of a worker into numbers, and change its update with them
+DRAWING = {
+    "dp_sgd": {"local": {"algorithm": "dp_sgd", "noise": 1.0, "clip": 1.0, "batch_size": 2, "epochs": 1}},
+    "local privacy": {"privacy": {"mechanism": "local", "clip": 1.0, "noise": 1.0}},
+    "a compressor": {"processors": ["qsgd"]},
+    "a processor": {"processors": ["clip", {"name": "gaussian_noise", "std": 0.1}]},
+}
+
+
+@pytest.mark.parametrize("case", DRAWING)
+def test_workers_share_the_launches_of_their_draws(case):
+    few, many = (counts_of_the_last_round(tables(workers, **DRAWING[case]))[-1] for workers in (4, 16))
+    assert many.launches <= few.launches + PER_WORKER * 12, many.table()
+    assert DRAW > 2 * PER_WORKER
