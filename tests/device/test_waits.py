@@ -85,6 +85,18 @@ def test_waits_and_copies_of_a_round_do_not_grow_with_the_workers(case):
             assert of_many.uploads <= of_few.uploads + CHANCE, of_many.table()
 
 
+@pytest.mark.parametrize("policy", ["ssp", "easgd", "asgd", "fedbuff", "gossip"])
+def test_waits_of_an_asynchronous_round_do_not_grow_with_the_workers(policy):
+    """The workers have equal speeds, so their steps are computed together."""
+    changes = {"mode": "clock", "clock": {"step_seconds": 1.0}, "policy": policy}
+    waits = []
+    for workers in (FEW, MANY):
+        with pretend_gpu() as gpu, gpu.counting() as counts:
+            fedsim.run({**tables(workers, **changes), "workers": workers, "cohort": None})
+        waits.append(counts.waits)
+    assert waits[1] <= waits[0] + 3 * CHANCE, counts.table()
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("sampling", ["uniform", "fixed"])
 @pytest.mark.parametrize("partition", ["contiguous", {"name": "virtual", "samples": 4}])

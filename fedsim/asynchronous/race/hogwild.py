@@ -71,6 +71,7 @@ class HogwildWorker(RaceWorker):
             module.layout.write_buffers(buffers[slot], module.module)
         ended_before = ended.tolist()
         loss = self._trainer.gradient(participant, step)
+        synchronize(self._executor.task.device)  # a GPU computes after the launch: count until the gradient is there
         measures.overlapped += any(map(int.__gt__, self._writes_begun.tolist(), ended_before))
         if self._pushes_buffers:
             module.layout.read_buffers(module.module, out=buffers[slot])
@@ -89,6 +90,7 @@ class HogwildWorker(RaceWorker):
         with process.holding(SHARED_ROW):
             self._policy.take(server, Arrival(slot, slot, unit, staleness))
             self._race_state.add(slot)
+            synchronize(self._executor.task.device)
         ended[slot] += 1
         measures.updates += 1
         participant.count(loss)
