@@ -21,6 +21,7 @@ from fedsim.asynchronous.policies.server import AsyncServer
 from fedsim.clients import State
 from fedsim.core.numbers import Fraction
 from fedsim.core.randomness import numpy_generator
+from fedsim.core.rows import index_of
 from fedsim.errors import ExperimentError
 
 
@@ -113,8 +114,9 @@ class ElasticAveraging(Waiting):
 
     def exchange(self, server: AsyncServer, slots: list[int]) -> None:
         alpha = 0.9 / server.n if self.alpha is None else self.alpha
-        elastic = (server.replicas[slots] - server.global_row).mul_(alpha)
-        server.replicas[slots] -= elastic
+        index = index_of(slots, server.replicas.device)
+        elastic = (server.replicas[index] - server.global_row).mul_(alpha)
+        server.replicas[index] -= elastic
         server.global_row.add_(elastic.sum(0))
         server.increment_version()
         server.mix_buffers(slots)

@@ -12,6 +12,7 @@ from torch import Tensor
 from fedsim.aggregation import column_blocks
 from fedsim.aggregation.rules.averages import mean
 from fedsim.clients import State, Stepper
+from fedsim.core.rows import index_of
 
 
 class AsyncServer(ABC):
@@ -122,8 +123,7 @@ class AsyncServer(ABC):
 
     def mean(self, slots: Sequence[int]) -> Tensor:
         """Return the mean [d] of the rows (models or gradients) of the workers in `slots`."""
-        slots = sorted(slots)
-        rows = self.worker_rows if slots == list(range(self.n)) else self.worker_rows[slots]
+        rows = self.worker_rows[index_of(sorted(slots), self.worker_rows.device)]
         blocks = column_blocks(rows.shape[1], n=len(rows), device=rows.device)
         return torch.cat([mean(rows[:, block]) for block in blocks])
 
@@ -143,7 +143,7 @@ class AsyncServer(ABC):
         """
         if self.has_buffers:
             share = min(1.0, len(slots) / len(self.alive)) if share is None else share
-            self.move_buffers(self.worker_buffers[list(slots)].mean(0), share)
+            self.move_buffers(self.worker_buffers[index_of(slots, self.worker_buffers.device)].mean(0), share)
 
     def move_buffers(self, target: Tensor, share: float) -> None:
         """Set the server's buffers to (1 - share) * buffers + share * target, unless `buffers = "frozen"` is set."""
