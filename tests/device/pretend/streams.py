@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from tests.device.pretend.placement import GPU, DeviceError, storage_of
 if TYPE_CHECKING:
     from tests.device.pretend.gpu import PretendGpu
 
+LOCK = threading.Lock()  # several threads may use one stream
 Clock = dict["Stream", int]  # how much of the work of each stream is done
 
 
@@ -62,10 +64,11 @@ class Stream(Event):
 
     def work(self, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
         """Read and write memory after all that this stream and the host have waited for."""
-        tick = self.clock[self] = self._gpu.everything.clock[self] = self.clock.get(self, 0) + 1
-        for storage in map(storage_of, read):
-            require_done(storage, "written", self.clock, self._gpu.host)
-            storage.uses = {**getattr(storage, "uses", {}), self: tick}
-        for storage in map(storage_of, written):
-            require_done(storage, "uses", self.clock, self._gpu.host)
-            storage.written, storage.uses = {self: tick}, {self: tick}
+        with LOCK:
+            tick = self.clock[self] = self._gpu.everything.clock[self] = self.clock.get(self, 0) + 1
+            for storage in map(storage_of, read):
+                require_done(storage, "written", self.clock, self._gpu.host)
+                storage.uses = {**getattr(storage, "uses", {}), self: tick}
+            for storage in map(storage_of, written):
+                require_done(storage, "uses", self.clock, self._gpu.host)
+                storage.written, storage.uses = {self: tick}, {self: tick}
