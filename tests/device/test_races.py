@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,3 +65,31 @@ def test_operations_of_this_process_are_synchronised_before_calls_of_others(chan
     assert len(calls) > 3
     assert events[calls.pop() - 1] == "call", "at the end processes release the task, on any device"
     assert {events[place - 1] for place in calls} == {"synchronize"}
+
+
+@pytest.mark.parametrize("nonfinite", ["keep", "error"])
+def test_hogwild_counts_gradients_and_updates_when_the_gpu_has_computed_them(nonfinite, gpu, tables, monkeypatch):
+    """Otherwise staleness and overlaps would be those of kernel launches."""
+
+    class Watched(np.ndarray):
+        """A column of counters that notes at each use whether the host has waited for all work of the GPU."""
+
+        def tolist(self):
+            reads.append(is_idle())
+            return super().tolist()
+
+        def __setitem__(self, *args):
+            writes.append(is_idle())
+            super().__setitem__(*args)
+
+    def is_idle():
+        return all(gpu.host[stream] >= tick for stream, tick in gpu.everything.clock.items())
+
+    reads, writes, column = [], [], RaceState.column
+    monkeypatch.setattr(RaceState, "column", lambda *args: column(*args).view(Watched))
+    race = {"mode": "race", "policy": "hogwild", "aggregate": {"nonfinite": nonfinite}, "race": {"runs": 1}}
+    fedsim.run({**tables, **race, "rounds": 1})
+    assert len(writes) > 8
+    assert all(writes)
+    assert all(reads[1::3])  # the first of three reads of a step is before the gradient
+    assert all(reads[2::3])
