@@ -140,9 +140,13 @@ def release_memory(device: torch.device) -> None:
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy values to a device. A copy from the host to a CUDA device does not wait for the device.
 
-    The values must not be in pinned memory. Otherwise CUDA may read them after this function has returned.
+    The values are first copied to pinned memory, which PyTorch keeps until the GPU has read it, and then reuses. From
+    other memory, CUDA may wait for earlier work (above 64 KB), or, on GPUs that access all memory of the host, read the
+    values after this function has returned.
     """
-    return values.to(device, non_blocking=device.type == "cuda")
+    if device.type == "cuda" and values.device.type == "cpu":
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:

@@ -115,6 +115,7 @@ def test_a_gpu_computes_a_round_while_the_batches_of_the_next_round_are_drawn(de
 
         return method
 
+    monkeypatch.setattr("tests.device.pretend.gpu.STAGED_AT_ONCE", 0)  # as if there were many samples
     monkeypatch.setattr(BatchSource, "orders", noting("orders"))
     monkeypatch.setattr(Stacks, "write_losses", noting("write_losses"))
     chosen = {"name": "fixed", "workers": [0, 1, 2, 3]} if sampling == "fixed" else sampling
