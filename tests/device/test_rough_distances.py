@@ -20,7 +20,6 @@ from fedsim.aggregation.rules.pre_aggregators import nnm
 from fedsim.aggregation.rules.selection import bulyan, krum, krum_scores, medoid, multi_krum, smea
 from fedsim.aggregation.rules.spectral import caf
 from fedsim.system.precision import tf32_allowed
-from tests.aggregation.test_numerics import Parts, properties_without_locks, some_rows  # noqa: F401
 from tests.device.agreement import some_gpu, to_gpu
 from tests.device.pretend import pretend_gpu, upload
 from tests.device.pretend.cards import LARGE, SMALL
@@ -193,12 +192,16 @@ def coefficients_of(name, updates):
     return RULES[name](Gram(updates), **({} if name == "medoid" else {"f": F})).coefficients
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", RULES)
-def test_a_rule_selects_the_same_updates_as_in_float64(name, slow_float64):
+def test_a_rule_selects_the_same_updates_as_in_float64(name, monkeypatch):
+    monkeypatch.setattr(gram_module, "pay_off", lambda updates: updates.dtype == torch.float32)
     for case in CASES:
         updates = updates_of(case, torch.float32)
         if updates.isfinite().all():
-            assert torch.equal(coefficients_of(name, upload(updates)), coefficients_of(name, updates.double())), case
+            expected = coefficients_of(name, updates.double())
+            with some_gpu():
+                assert torch.equal(coefficients_of(name, to_gpu(updates)), expected), case
 
 
 def nearly_equal(count, step=2.0**-20):
@@ -219,7 +222,7 @@ def nearly_equal(count, step=2.0**-20):
         (torch.ones(11, 5), [10]),
         (torch.ones(11, 0), [10]),
         (normal().float() * 1e20, ["float64"]),  # the squares overflow in float32
-        (normal().float() * 1e-25, [10, "float64"]),  # the squares underflow, so all updates could be equal
+        (normal().float() * 1e-22, [10, "float64"]),  # products underflow, so all updates could be equal
     ],
     ids=["ordinary", "two near", "equal", "five near", "all equal", "no values", "large", "small"],
 )
@@ -254,7 +257,9 @@ def test_float64_is_used_at_once_where_it_is_fast_or_float32_saves_no_time(monke
     assert calls == 4 * ["float64"]
     with pretend_gpu(SMALL):
         coefficients_of("krum", upload(many[1:]))
-    assert calls == 4 * ["float64"]
+        assert calls == 4 * ["float64"]
+        krum(Gram(upload(updates), reduce=lambda values, how: values), f=F)  # as with ranks, whose GPUs may differ
+        assert calls == 5 * ["float64"]
 
 
 def test_rules_that_need_all_distances_use_float64_once(slow_float64, calls):
@@ -296,20 +301,3 @@ def test_an_update_that_is_not_finite_is_an_error_or_excluded(value, slow_float6
     for nonfinite in ("exclude", "keep"):
         expected, actual = (fedsim.aggregate(x, "krum", f=F, nonfinite=nonfinite) for x in (updates, upload(updates)))
         assert torch.equal(actual.cpu(), expected)
-
-
-@pytest.mark.parametrize("updates", [some_rows().float(), nearly_equal(2), torch.ones(11, 200)], ids=str)
-def test_processes_with_some_of_the_columns_select_the_same_updates(updates, monkeypatch):
-    monkeypatch.setattr(gram_module, "pay_off", lambda updates, reduce: True)
-    expected, exact = coefficients_of("krum", updates.double()), Gram(updates.double()).squared_distances.numpy()
-
-    def work(part, reduce):
-        gram = Gram(part, reduce=reduce)
-        squares = gram._rough._measure(np.array([0, 2]), np.array([1, 4]))
-        return krum(gram, f=F).coefficients, gram._rough._squares, gram._rough._errors, squares
-
-    for coefficients, squares, errors, measured in Parts(3).run(work, updates, [1, 77]):
-        assert torch.equal(coefficients, expected)
-        assert (np.abs(squares - exact) <= errors).all()
-        assert errors[0, 1] >= 4 * updates.shape[1] * 2.0**-125
-        assert np.allclose(measured, exact[[0, 2], [1, 4]], rtol=1e-9, atol=0)

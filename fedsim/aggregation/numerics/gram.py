@@ -57,7 +57,7 @@ class Gram:
         self, updates: Tensor, mixing: Tensor | None = None, basis: Tensor | None = None, reduce: Reduce = keep_own
     ) -> None:
         self._updates, self._mixing, self._reduce = updates, mixing, reduce
-        self._rough_first = basis is None and pay_off(updates, reduce)
+        self._rough_first = basis is None and reduce is keep_own and pay_off(updates)
         if not self._rough_first:
             self._basis = _products(updates, reduce) if basis is None else basis
 
@@ -167,7 +167,7 @@ class Gram:
 
     @cached_property
     def _rough(self) -> RoughDistances | None:
-        return rough_distances(self._updates, _short_update(self._updates, self._reduce), self._reduce)
+        return rough_distances(self._updates, _short_update(self._updates, self._reduce))
 
     @cached_property
     def distances(self) -> Tensor:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.aggregation.numerics.columns import Reduce, on_host, small_blocks, total_of
+from fedsim.aggregation.numerics.columns import on_host, small_blocks, total_of
 from fedsim.system.devices import to_device
 from fedsim.system.precision import full_precision
 
@@ -106,35 +106,29 @@ class RoughDistances:
         return undecided
 
 
-def pay_off(updates: Tensor, reduce: Reduce) -> bool:
-    """Whether to try distances in float32 for `updates` [n, d], which may have other columns in other processes."""
-    n = len(updates)
-    if not updates.is_cuda or updates.dtype != torch.float32 or n > MOST_ROWS:
+def pay_off(updates: Tensor) -> bool:
+    """Whether to try distances in float32 for `updates` [n, d] first."""
+    n, d = updates.shape
+    if not updates.is_cuda or updates.dtype != torch.float32 or n > MOST_ROWS or d > 2**32 or n * n * d < WORTHWHILE:
         return False
-    if torch.cuda.get_device_capability(updates.device) in FAST_FLOAT64:
-        return False
-    return WORTHWHILE <= n * n * _columns(updates, reduce) <= n * n * 2**32
+    return torch.cuda.get_device_capability(updates.device) not in FAST_FLOAT64
 
 
-def rough_distances(updates: Tensor, centre: Tensor, reduce: Reduce) -> RoughDistances | None:
+def rough_distances(updates: Tensor, centre: Tensor) -> RoughDistances | None:
     """Return the distances of all pairs of updates, computed on a GPU. Returns None if float32 numbers overflow.
 
     Args:
         updates: updates of the n workers, float32 [n, d].
         centre: position of the update that is subtracted, int64 [1].
-        reduce: function that sums a tensor over all processes, if each process has only some of the columns.
     """
-    (total,) = on_host(_products(updates, centre))
-    products = reduce(total, "sum").numpy()
+    products = on_host(_products(updates, centre))[0].numpy()
     if not np.isfinite(products).all():
         return None
-    squares, errors = with_errors(products, _columns(updates, reduce))
 
     def measure(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-        (squares,) = on_host(_squared_differences(updates, first, second))
-        return reduce(squares, "sum").numpy()
+        return on_host(_squared_differences(updates, first, second))[0].numpy()
 
-    return RoughDistances(squares, errors, measure)
+    return RoughDistances(*with_errors(products, updates.shape[1]), measure)
 
 
 def with_errors(products: np.ndarray, d: int) -> tuple[np.ndarray, np.ndarray]:
@@ -152,11 +146,6 @@ def with_errors(products: np.ndarray, d: int) -> tuple[np.ndarray, np.ndarray]:
     return squares, errors
 
 
-def _columns(updates: Tensor, reduce: Reduce) -> int:
-    """Return the number of columns of `updates` [n, d] in all processes."""
-    return int(reduce(torch.tensor([updates.shape[1]], dtype=torch.double), "sum"))
-
-
 def _products(updates: Tensor, centre: Tensor) -> Tensor:
     """Return the inner products [n, n] of all pairs of updates minus the centre, on their device.
 
@@ -171,7 +160,7 @@ def _products(updates: Tensor, centre: Tensor) -> Tensor:
             torch.sub(part, part.index_select(0, centre), out=rows[:, :width])
             rows[:, width:] = 0
             stack = rows.view(n, count, TERMS).transpose(0, 1)
-            parts.append((stack @ stack.transpose(1, 2)).sum(0, dtype=torch.double))
+            parts.append(torch.bmm(stack, stack.transpose(1, 2)).sum(0, dtype=torch.double))
     return total_of(parts)
 
 
