@@ -2,22 +2,6 @@
 
 from fedsim.processing import compressors
 from fedsim.processing.functional import compress
-from fedsim.processing.processors import (
-    UpdateProcessor,
-    apply_chain,
-    check_order,
-    draws_of_all,
-    initial_states,
-    processor,
-)
+from fedsim.processing.processors import UpdateProcessor, apply_chain, check_order, initial_states, processor
 
-__all__ = [
-    "UpdateProcessor",
-    "apply_chain",
-    "check_order",
-    "compress",
-    "compressors",
-    "draws_of_all",
-    "initial_states",
-    "processor",
-]
+__all__ = ["UpdateProcessor", "apply_chain", "check_order", "compress", "compressors", "initial_states", "processor"]

@@ -151,9 +151,11 @@ def draws_of_all(
 
     See `apply_chain` for the arguments. Use the results in this order (see `Draws.of_all`).
     """
-    positions = range(len(chain))
-    each = ([(*of_update, position) for of_update in coordinates] for position in positions)
-    return list(zip(*(Draws.of_all(seed, purpose, several, device=device) for several in each), strict=True))
+    by_processor = [
+        Draws.of_all(seed, purpose, [(*of_update, position) for of_update in coordinates], device=device)
+        for position in range(len(chain))
+    ]
+    return [tuple(draws[number] for draws in by_processor) for number in range(len(coordinates))]
 
 
 def check_order(chain: Sequence[UpdateProcessor], place: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedsim.aggregation import Gram, screened
 from fedsim.aggregation.numerics.columns import NonfiniteError, reading
 from fedsim.processes.team import Team
-from fedsim.processing import apply_chain, draws_of_all
+from fedsim.processing.processors import apply_chain, draws_of_all
 from fedsim.records.round_stats import SentUpdates
 from fedsim.rounds.aggregator import Aggregator
 from fedsim.system.devices import to_device

@@ -165,6 +165,11 @@ def test_compress_keeps_the_structure_and_the_update():
     assert update["w"][0, 1] == 1
 
 
+def test_compress_without_processors_returns_the_update():
+    row, nbytes = fedsim.compress(torch.arange(3.0), [])
+    assert (row.tolist(), nbytes) == ([0, 1, 2], 3 * 4)
+
+
 # -- Statistical properties
 
 
