@@ -182,11 +182,10 @@ def drawing_ahead(*words: str, few: bool = False) -> Figures:
             waits.append(has_waited())
         drawn.append(cohorts._prepared is not None and cohorts._prepared[0] == round + 1)
 
-    results = []
+    results, experiment = [], experiment_of("w3", *STACKED, "precision=float64", *words, rounds=3, few=few)
     for function in (watched, lambda cohorts, round: None):
         with patch.object(Cohorts, "prepare_next", function):
-            words = (*STACKED, "precision=float64", *words)
-            results.append(fedsim.run(experiment_of("w3", *words, rounds=3, few=few)))
+            results.append(fedsim.run(experiment))
     difference = (results[0].global_row - results[1].global_row).abs().max().item()
     assert drawn == [True, True, False], "the second and third round are not drawn ahead"
     assert not any(waits), f"drawing ahead waits for the GPU: {waits}"
