@@ -145,7 +145,8 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     values after this function has returned.
     """
     if device.type == "cuda" and values.device.type == "cpu":
-        return values.pin_memory().to(device, non_blocking=True)
+        pinned = torch.empty_like(values, memory_format=torch.contiguous_format, pin_memory=True)
+        return pinned.copy_(values).to(device, non_blocking=True)  # a strided copy would go through other memory
     return values.to(device)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 import fedsim
 from fedsim.errors import WorkerError
 from fedsim.rounds.synchronous_rounds import SynchronousRounds
 from fedsim.server.cohort import sampling_strategy
+from fedsim.system.devices import to_device
 from fedsim.training.batches import BatchSource
 from fedsim.training.stack import Stacks
 from tests.device.agreement import ENGINES
@@ -127,6 +129,15 @@ def test_a_gpu_computes_a_round_while_the_batches_of_the_next_round_are_drawn(de
     assert events == (early if is_early else one_after_another)
     for before, after in [(1, 2), (3, 4)] if is_early else []:
         assert waits[before] == waits[after], "the batches were drawn after the host had begun to wait"
+
+
+def test_the_host_may_change_values_after_they_are_copied_to_the_gpu(gpu):
+    values = torch.arange(6.0).pin_memory()
+    with gpu.counting() as counts:
+        copied = to_device(values[::2], torch.device("cuda", 0))
+        values.zero_()
+    assert counts.waits == 0
+    assert copied.tolist() == [0, 2, 4]
 
 
 @pytest.fixture

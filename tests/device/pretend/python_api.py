@@ -117,6 +117,8 @@ class PythonApi(TorchFunctionMode):
     def _pinned(self, tensor: Tensor, *_: Any) -> Tensor:
         if on_gpu(tensor):
             raise DeviceError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+        if is_pinned(tensor):
+            return tensor
         storage_of(copied := tensor.clone()).pinned = True
         return copied
 
