@@ -226,6 +226,23 @@ def test_steps_are_divided_among_few_graphs(steps):
     assert limited == sorted(limited, reverse=True)
 
 
+@pytest.mark.parametrize(("workers", "batch", "steps"), [(2, 4, 256), (16, 1024, 256), (64, 1024, 64)])
+def test_batches_of_at_most_256_steps_and_four_million_samples_are_on_the_gpu(
+    workers, batch, steps, gpu, tables, monkeypatch
+):
+    """64 workers with batches of 1,024 samples have 65,536 samples per step."""
+    shapes = set()
+
+    def refuse(self, graph):
+        shapes.update({tuple(self._positions.shape), tuple(self._weights.shape)})
+        raise fedsim.ExperimentError("seen")
+
+    monkeypatch.setattr(cuda_graphs.CapturedSteps, "_capture", refuse)
+    with pytest.warns(FedsimWarning, match="without CUDA graphs, with the same results: seen"):
+        fedsim.run({**tables, "workers": workers, "rounds": 1, "local": {"batch_size": batch, "steps": 1}})
+    assert shapes == {(steps, workers, batch)}
+
+
 @pytest.mark.parametrize(
     ("local", "replays"),
     [({"steps": 6}, 1), ({"epochs": 3, "batch_size": 8}, None)],

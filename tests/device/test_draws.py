@@ -15,7 +15,9 @@ from fedsim.core import randomness
 from fedsim.core.randomness import Draws, global_states, seed_globally
 from fedsim.data.augmentation import augmentation
 from fedsim.data.partitions.features import GaussianNoise
+from fedsim.training.batches import BatchSource, Orders, WorkItem
 from fedsim.training.forward_functions import Dropout, dropout_factors
+from fedsim.training.stack import Stacks
 from tests.data.partitions.test_features import PIXELS, TRANSFORMS, applied
 from tests.device.agreement import REAL, some_gpu, to_gpu
 from tests.device.pretend import GPU, download, upload
@@ -158,3 +160,21 @@ def test_workers_share_the_launches_of_their_draws(case):
     few, many = (counts_of_the_last_round(tables(workers, **DRAWING[case]))[-1] for workers in (4, 16))
     assert many.launches <= few.launches + PER_WORKER * 12, many.table()
     assert DRAW > 2 * PER_WORKER
+
+
+def test_a_gpu_shuffles_at_most_about_a_million_samples_at_once(gpu, prepared, monkeypatch):
+    """The number limits memory: 21,500 workers with 50 samples each, in stacks of 100, are shuffled in two parts."""
+    partition = {"name": "virtual", "samples": 50}
+    task, shared = prepared(workers=21_500, device="cuda", partition=partition, local={"batch_size": 25})
+    source, shuffled = BatchSource(task, shared), []
+
+    def orders(self, work, begin, end):
+        shuffled.append(int(((end - begin) * work.sizes).sum()))
+        ends = ((end - begin) * work.sizes).cumsum()
+        return Orders(torch.zeros(shuffled[-1], dtype=torch.int64, device="cuda"), ends - work.sizes, work.sizes)
+
+    monkeypatch.setattr(BatchSource, "orders", orders)
+    members = source.work([WorkItem(worker, worker, 1, stack=worker // 100) for worker in range(21_500)])
+    for stack in Stacks(members, task, source):
+        stack.draw()
+    assert shuffled == [1_045_000, 30_000]

@@ -42,6 +42,21 @@ def test_step_batches_hold_each_member_s_own_batches_until_it_finishes(ahead, at
             assert step_batch.weights[position].tolist() == [*[1 / size] * size, *[0] * (4 - size)]
 
 
+def test_the_batches_of_256_steps_are_computed_at_a_time_if_all_take_too_much_memory(prepared, monkeypatch):
+    monkeypatch.setattr(stack_module, "SAMPLES_AT_ONCE", 1)
+    task, shared = prepared(local={"batch_size": 4, "steps": 600})
+    source, counts, compute = BatchSource(task, shared), [], stack_module.block_of
+
+    def block_of(*args):
+        counts.append(len(args[-1]))
+        return compute(*args)
+
+    monkeypatch.setattr(stack_module, "block_of", block_of)
+    [stack] = Stacks(source.work([WorkItem(worker, worker, 1) for worker in range(5)]), task, source)
+    assert sum(1 for _ in stack.step_batches()) == 600
+    assert counts == [256, 256, 88]
+
+
 def test_members_that_train_single_steps_have_the_augmentation_and_the_dropout_of_these_steps(prepared):
     task, shared = prepared(seed=5, data={"name": "tests.engines.zoo:pictures", "augment": ["flip"]})
     batch_source, steps, dropout = BatchSource(task, shared), {3: 2, 4: 0, 2: 1}, Dropout(F.dropout, 0.5, (9,))
