@@ -116,7 +116,7 @@ def apply_chain(
         states: what the worker keeps, named as by `initial_states`, which is changed.
         shapes: shapes of the tensors that the update contains. None: one flat vector.
         purpose: name of the draws. Updates to the server and parameters to the workers have different names.
-        draws: source of random numbers of each processor, if they are created already (see `draws_of_all`).
+        draws: sources of random numbers, one per processor (see `draws_of_all`). None: they are created here.
 
     Returns the number of bytes to send for the processed update.
     """

@@ -159,7 +159,7 @@ class Gram:
     def squares_deciding(self, scores_of: Scores, count: int) -> Tensor:
         """Return squared distances [m, m] that have the same `count` smallest scores as `squared_distances`.
 
-        On a GPU, computing them is often faster (see `RoughDistances.deciding`, which has the same arguments).
+        On a GPU, this is often faster than `squared_distances`. See `RoughDistances.deciding` for the arguments.
         """
         rough = self._rough if self._rough_first and "_basis" not in vars(self) else None
         squares = None if rough is None else rough.deciding(scores_of, count)

@@ -71,7 +71,7 @@ class HogwildWorker(RaceWorker):
             module.layout.write_buffers(buffers[slot], module.module)
         ended_before = ended.tolist()
         loss = self._trainer.gradient(participant, step)
-        synchronize(self._executor.task.device)  # a GPU computes after the launch: count until the gradient is there
+        synchronize(self._executor.task.device)  # count updates until a GPU has computed the gradient
         measures.overlapped += any(map(int.__gt__, self._writes_begun.tolist(), ended_before))
         if self._pushes_buffers:
             module.layout.read_buffers(module.module, out=buffers[slot])
