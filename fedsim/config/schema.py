@@ -673,7 +673,7 @@ class Batched(Table):
     """Settings of the engine `batched`."""
 
     stack_size: PositiveCount | None = None
-    """Maximum number of workers in a stack. Unset: depends on the model and the cohort, and on a GPU on its memory."""
+    """Maximum number of workers in a stack. Unset: depends on the model, the cohort, and a GPU's memory per process."""
 
 
 class Hook(ComponentTable):
