@@ -29,7 +29,7 @@ from torch import Tensor
 
 import fedsim
 from fedsim.aggregation import rule
-from fedsim.system.devices import describe_device, synchronize
+from fedsim.system.devices import synchronize
 from fedsim.system.packages import import_torchvision
 
 KRUM_FAMILY = ("krum", "multi_krum", "medoid")
@@ -211,7 +211,7 @@ def main() -> None:
         **figures,
         repeats=arguments.repeats,
         threads=arguments.threads,
-        device=describe_device(arguments.device),
+        device=arguments.device,
     )
 
 
