@@ -88,7 +88,9 @@ class Program:
         return self.returncode
 
     def send_signal(self, number):
-        os.kill(self.pid, number)
+        """Send a signal, or do nothing if the program has ended, as `subprocess.Popen` does."""
+        with contextlib.suppress(ProcessLookupError):  # the server of forks may know of the end first
+            os.kill(self.pid, number)
 
     def kill(self):
         self.send_signal(signal.SIGKILL)

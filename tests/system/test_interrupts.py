@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import sys
@@ -140,7 +139,7 @@ def test_many_signals_are_one_word(seed, tmp_path):
                 time.sleep(0.01)
             time.sleep(rng.uniform(0, 1))
         while process.poll() is None:
-            os.kill(process.pid, rng.choice([signal.SIGINT, signal.SIGTERM]))
+            process.send_signal(rng.choice([signal.SIGINT, signal.SIGTERM]))
             time.sleep(rng.choice([0.001, 0.01, 0.1]))
         _, error = process.communicate(timeout=30)
         assert error in {"interrupted\n", "terminated\n", ""}
