@@ -206,13 +206,7 @@ def main() -> None:
         for n in arguments.rows
         for d in arguments.columns
     }
-    report(
-        "rules",
-        **figures,
-        repeats=arguments.repeats,
-        threads=arguments.threads,
-        device=arguments.device,
-    )
+    report("rules", **figures, repeats=arguments.repeats, threads=arguments.threads, device=arguments.device)
 
 
 if __name__ == "__main__":

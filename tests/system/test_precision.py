@@ -37,6 +37,16 @@ def test_tf32_is_switched_in_products_and_convolutions_and_put_back(before, swit
     assert switches() == before
 
 
+@pytest.mark.parametrize("before", [(False, True), (True, False), (True, True), (False, False)])
+def test_full_precision_leaves_only_convolutions_that_are_not_used_with_tf32(before, switches_kept):
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    with full_precision(torch.device("cuda")):
+        assert switches() == (False, False)
+    with full_precision(torch.device("cuda"), convolutions=False):
+        assert switches() == (False, not before[0] and before[1])
+    assert switches() == before
+
+
 @pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="this PyTorch only has the older switches")
 @pytest.mark.parametrize("allowed", [True, False])
 def test_where_the_older_switches_cannot_be_read_the_newer_ones_are_used(allowed):
