@@ -86,7 +86,7 @@ class Results:
         return {measured(name): test["figures"] for name, test in self.tests.items() if "figures" in test}
 
     def verdicts(self) -> list[Verdict]:
-        """Compare the figures with all goals. On a CPU, which trains on few samples, no goal counts as measured."""
+        """Compare the figures with all goals. A CPU trains on few samples, so no goal counts as measured there."""
         return verdicts({} if self.machine.get("device") == "cpu" else self.figures())
 
     @property
@@ -163,7 +163,7 @@ def lines_of_assertions(results: Results) -> list[str]:
 
 
 def table_of_goals(results: Results) -> list[str]:
-    """Return a line with the numbers of met, missed and unmeasured goals, and a line for each goal."""
+    """Return the counts of met, missed and unmeasured goals, followed by one line per goal."""
     all_goals = results.verdicts()
     counts = collections.Counter(verdict.word for verdict in all_goals)
     lines = [f"{len(all_goals)} goals: " + ", ".join(f"{counts[word]} {word}" for word in WORDS)]

@@ -131,7 +131,7 @@ class WorkerTests:
     def _sums(
         self, several: Sequence[ModelTests], purpose: str, correct: Correct | None = None
     ) -> list[list[MetricSums]]:
-        """Test models. Return the sums of each worker, on the host, for each element of `several`.
+        """Test models. Return, for each element of `several`, the metric sums of each worker, on the host.
 
         See `StackedTests.__call__` for the arguments.
         """

@@ -114,7 +114,7 @@ def sizes_of_stacks(width: int, usual: Iterable[int]) -> list[int]:
 
 
 def _warm_up_of(graph: Graph) -> Graph:
-    """Return a smaller graph with the same operations."""
+    """Return the size of a warm-up, which runs the same operations as `graph` in at most two steps."""
     return graph._replace(steps=min(2, graph.steps))
 
 

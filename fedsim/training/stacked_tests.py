@@ -111,7 +111,7 @@ class StackedTests:
 
     @cached_property
     def are_possible(self) -> bool:
-        """Whether this model can be tested in stacks. If not, the first use warns."""
+        """Whether the model can be tested in stacks. The first use makes a trial run, and warns if it fails."""
         task, trials = self._task, Trials(self._task, self._shared.data.train)
         try:
             with preserve_random_state(task.device), full_precision(task.device):
@@ -136,7 +136,7 @@ class StackedTests:
     def __call__(
         self, several: Sequence[ModelTests], purpose: str, correct: Correct | None = None
     ) -> list[list[MetricSums]]:
-        """Test models. Return the sums of each worker, on the host, for each element of `several`.
+        """Test models. Return, for each element of `several`, the metric sums of each worker, on the host.
 
         Args:
             several: models.
@@ -210,7 +210,7 @@ class StackedTests:
 
 
 def require_equal_outputs(task: RunTask, trials: Trials, stacked: StackedModule, *, merged: bool) -> None:
-    """Raise ExperimentError if models in evaluation mode cannot be tested together.
+    """Raise ExperimentError if models in evaluation mode have other outputs in a stack than alone.
 
     Two models are tried on a batch each, and one model on both batches at once.
 

@@ -225,7 +225,7 @@ def compare(executor, size, purpose):
 
 
 def stacked_of(tables, size, purpose, monkeypatch):
-    """Compare the losses or tests of all workers with plain loops. Return whether the models were tested in stacks."""
+    """Compare the workers' losses or tests with plain loops. Return whether models were tested in stacks."""
     monkeypatch.setattr(shared_state, "TEST_BATCH_ON_GPU", size)
     where = {**ENGINES["batched"], "device": "cuda", "batched": {"stack_size": 2}}
     held_out = {"data": {"name": tables["data"], "local_test_fraction": 0.4}} if purpose == LOCAL_TESTS else {}

@@ -92,7 +92,7 @@ def unstored_of(comments):
 
 
 def shows(shown, value):
-    """Whether a number on a page is a value, rounded to the digits that are shown."""
+    """Whether `shown`, a number on a page, is `value` rounded to the decimals of `shown`."""
     decimals = len(shown.partition(".")[2])
     return shown in (f"{value:,.{decimals}f}", f"{value:.{decimals}f}")
 

@@ -129,7 +129,7 @@ def test_the_engine_says_how_many_processes_share_the_gpu(prepared, monkeypatch)
 
 @pytest.mark.parametrize("others", [5, 9])
 def test_ranks_agree_on_the_narrowest_stack(others, prepared, monkeypatch):
-    """GPUs may differ, and so may the numbers of ranks that share them, but all ranks divide a wave alike."""
+    """Ranks may have different GPUs, shared by different numbers of ranks, but they divide a wave in the same way."""
     seen = []
     monkeypatch.setattr(distributed, "stack_width", lambda *arguments: seen.append(arguments) or 7)
     task, shared = prepared(workers=4)

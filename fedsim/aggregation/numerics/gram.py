@@ -157,7 +157,7 @@ class Gram:
         return squares
 
     def squares_deciding(self, scores_of: Scores, count: int) -> Tensor:
-        """Return squared distances [m, m] that have the same `count` smallest scores as `squared_distances`.
+        """Return squared distances [m, m], precise enough to find the `count` smallest scores.
 
         On a GPU, this is often faster than `squared_distances`. See `RoughDistances.deciding` for the arguments.
         """

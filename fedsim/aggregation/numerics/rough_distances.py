@@ -42,7 +42,7 @@ Scores = Callable[[Tensor], Tensor]
 
 
 class RoughDistances:
-    """Approximate squared distances of all pairs of n updates.
+    """Approximate squared distances between all pairs of n updates.
 
     Args:
         squares: approximate squared distances, float64 [n, n], symmetric, 0 on the diagonal.
@@ -57,7 +57,7 @@ class RoughDistances:
         self._squares, self._errors, self._measure = squares, errors, measure
 
     def deciding(self, scores_of: Scores, count: int) -> Tensor | None:
-        """Return squared distances [n, n] that have the same `count` smallest scores as the exact ones.
+        """Return squared distances [n, n], precise enough to find the `count` smallest scores.
 
         At most 2n pairs are measured in float64. Equal updates have equal distances. Returns None if more pairs would
         have to be measured.

@@ -72,7 +72,7 @@ class PretendGpu:
         return self.capture.recording if self.capture and self.capture.stream is self.stream else None
 
     def launch(self, operation: str, read: Iterable[Tensor] = (), written: Iterable[Tensor] = ()) -> None:
-        """Count one launch on the current stream, which reads and writes tensors."""
+        """Count one kernel launch on the current stream. The kernel reads and writes the given tensors."""
         self.launches += 1
         if self.capturing is None:
             self._counting.add(LAUNCH, operation)

@@ -24,7 +24,7 @@ def advance(clock: Clock, to: Clock) -> None:
 
 
 def require_done(storage: UntypedStorage, uses: str, *clocks: Clock) -> None:
-    """Raise DeviceError if the last uses of some memory ("uses", or only "written") are done by none of the clocks."""
+    """Raise DeviceError unless one of the clocks has reached the last uses ("uses") or writes ("written") of memory."""
     for stream, tick in getattr(storage, uses, {}).items():
         if all(tick > clock.get(stream, 0) for clock in clocks):
             raise DeviceError(f"used before the stream of its last use has been waited for, at {source_line()}")
