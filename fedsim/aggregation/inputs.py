@@ -26,6 +26,8 @@ SHOWN = 5  # maximum number of workers that an error names
 NEEDED = {
     "root": "root: is required by this rule; pass the update [d] computed on the server's own data",
     "losses": "losses: are required by this rule; pass each worker's loss at the global model, [n]",
+    "models": "models: are required by this rule; use mode=clock or mode=race and a policy with a server",
+    "own": "own: is required by this rule; use a policy on a graph, such as policy=d_psgd",
 }
 
 
@@ -45,6 +47,7 @@ class AggregationInputs:
         reduce: function that computes the sum or maximum of a tensor over all processes. Needed if each process has
             only some columns of the updates.
         metrics: dict to which the rule adds numbers.
+        staleness: None if no row is stale.
 
     >>> inputs = fedsim.aggregation.AggregationInputs(torch.tensor([[1.0], [3.0]]))
     >>> pipeline = fedsim.aggregation.make_pipeline(fedsim.aggregation.resolve("mean", {}))
@@ -68,6 +71,9 @@ class AggregationInputs:
     reduce: Reduce = keep_own
     metrics: dict[str, Any] = field(default_factory=dict)
     weight_total: float | None = None
+    staleness: Tensor | None = None
+    models: Tensor | None = None
+    own: int | None = None
 
     def __post_init__(self) -> None:
         if self.workers is None:
@@ -103,6 +109,8 @@ class AggregationInputs:
             return self.workers if len(rows) == len(self.updates) else list(range(len(rows)))
         if name == "weights":
             return self._weights_on(self.updates.device if "updates" in stage.accepts else CPU)
+        if name == "staleness" and self.staleness is None:
+            return torch.zeros(len(rows), dtype=torch.int64)
         value = getattr(self, name)
         if value is None and name in NEEDED:
             raise ExperimentError(NEEDED[name])
@@ -173,6 +181,9 @@ def screened(
         updates=inputs.updates[good],
         weights=None if inputs.weights is None else inputs.weights[good],
         losses=None if inputs.losses is None else inputs.losses[good],
+        staleness=None if inputs.staleness is None else inputs.staleness[good],
+        models=None if inputs.models is None else inputs.models[good],
+        own=None if inputs.own is None else good.index(inputs.own),
         workers=[inputs.workers[row] for row in good],
         excluded=inputs.excluded + len(bad),
         gram=None,

@@ -21,6 +21,13 @@ inputs by name. Its keyword-only parameters are its configuration:
     last      result of the previous aggregation, [d], or None
     local_lr  learning rate of the client algorithm, or None if it has none
     sync      "parameters" if the rows are updates, "gradients" if they are gradients at the global model
+    staleness  number of updates of the global model since each worker read it, int64 [n] on the CPU. 0 in synchronous
+              rounds and on a graph
+    models    model at which each worker began to compute its row, [n, d]. Only with asynchronous policies with a server
+    own       position of the row of the worker that aggregates. Only with policies on a graph, where each worker
+              aggregates the models of its neighbours and its own. There a row is x_j - x_i, the difference of a
+              neighbour's model x_j to the own model x_i, and the worker adds the result to x_i. `weights` are the
+              weights W_ij. The row at `own` is 0
     metrics   dict to which the rule may add numbers or one-element tensors, which are recorded for the round under
               their keys. Not available to columnwise rules
 
@@ -53,7 +60,7 @@ from fedsim.errors import ExperimentError
 
 GIVEN = (
     *("updates", "weights", "gram", "rng", "draws", "state", "root", "losses", "workers", "last", "local_lr", "sync"),
-    *("metrics", "weight_total"),
+    *("metrics", "weight_total", "staleness", "models", "own"),
 )
 
 # f, the number of Byzantine rows that a rule must tolerate

@@ -14,6 +14,9 @@ parameters are its configuration:
     aggregate    function that applies the aggregation rule to the honest and the Byzantine updates, and returns [d].
                  Its argument is the Byzantine updates: [b, d], or one update [d] for all attackers, which is faster
     workers      IDs of the h honest workers, in the order of the rows of `honest`
+    weights      weights W_ij of the h honest workers at the receiver i, float64 [h]. Only with policies on a graph
+    byzantine_weights
+                 weights W_ij of the b attackers at the receiver i, float64 [b]. Only with policies on a graph
     state        dict of tensors that the attack returned in the previous round, {} in the first one. An attack that
                  accepts `state` returns (updates, next state)
 
@@ -146,6 +149,8 @@ class AttackStrategy(Component):
         aggregate: Aggregate | None = None,
         workers: Sequence[int] | None = None,
         state: dict[str, Tensor] | None = None,
+        weights: Tensor | None = None,
+        byzantine_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the updates that the Byzantine workers send.
 
@@ -159,6 +164,8 @@ class AttackStrategy(Component):
                 attacks that are tuned against the rule.
             workers: IDs of the honest workers. None: 0 to h - 1.
             state: state that the attack returned in the previous round.
+            weights, byzantine_weights: weights of the honest workers [h] and of the Byzantine workers [b] at the
+                receiver, on a graph.
 
         Returns the updates that the Byzantine workers send (a new tensor [b, d]) and the next state.
 
@@ -167,12 +174,15 @@ class AttackStrategy(Component):
         rows = own_updates.new_empty(own_updates.shape)
         if not len(own_updates):
             return rows, state or {}
+        if "weights" in self.accepts and weights is None:
+            raise ExperimentError(f"attack {self.name}: needs a policy on a graph, such as policy=d_psgd")
         if self.accepts.get("aggregate") and aggregate is None:
             raise ExperimentError(
                 f"aggregate: is required, because the attack {self.name} is tuned against the aggregation rule"
             )
         values = {"honest": honest, "own_updates": own_updates, "n_byzantine": len(own_updates)}
         values |= {"last": last, "aggregate": aggregate, "state": state or {}}
+        values |= {"weights": weights, "byzantine_weights": byzantine_weights}
         values["workers"] = list(range(len(honest)) if workers is None else workers)
         if "rng" in self.accepts:
             values["rng"] = numpy_generator(seed, "attack", *moment)
@@ -191,7 +201,10 @@ class AttackStrategy(Component):
 
 attack_strategy = Registry(
     "attack",
-    inputs=("honest", "own_updates", "n_byzantine", "rng", "draws", "last", "aggregate", "workers", "state"),
+    inputs=(
+        *("honest", "own_updates", "n_byzantine", "rng", "draws", "last", "aggregate", "workers", "state"),
+        *("weights", "byzantine_weights"),
+    ),
     component=AttackStrategy,
 )
 
