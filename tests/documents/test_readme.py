@@ -83,7 +83,7 @@ def test_the_table_of_simulators_has_the_right_numbers_of_components():
     table = (ROOT / "docs" / "explanation" / "other-simulators.md").read_text()
 
     def count(row):
-        return int(re.search(rf"^\| {row}[^|]*\| (\d+)", table, re.MULTILINE)[1])
+        return int(re.search(rf"^\|{row}[^|]*\|(\d+)", table, re.MULTILINE)[1])
 
     assert count("aggregation rules besides means") == len(fedsim.rules()) - 2
     assert count("pre-aggregation") == len(fedsim.pre_aggregators())
