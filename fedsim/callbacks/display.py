@@ -216,7 +216,7 @@ def headline(run: LiveRun) -> str:
 
 
 def _algorithm(experiment: Experiment) -> str:
-    """Return a description of the algorithm, such as "weighted_mean of parameters"."""
+    """Return a description of the algorithm, such as "weighted_mean of updates"."""
     policy, clock = experiment.policy, experiment.clock
     params = ", ".join(f"{name} = {value}" for name, value in policy.params.items() if value is not None)
     described = f"{policy.name} ({params})" if params else policy.name
@@ -242,5 +242,5 @@ def _algorithm(experiment: Experiment) -> str:
 
 def _aggregated(experiment: Experiment) -> str:
     if experiment.sync != "post_local":
-        return experiment.sync
-    return f"gradients, of parameters after round {experiment.switch_after_round}"
+        return "gradients" if experiment.sync == "gradients" else "updates"
+    return f"gradients, of updates after round {experiment.switch_after_round}"

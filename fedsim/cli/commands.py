@@ -133,7 +133,7 @@ def replay(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     allow_imports: AllowImports = False,
 ) -> None:
-    """Apply different rules to a recorded round of a run (records.updates=[1,5]), and compare the results."""
+    """Apply different rules to a recorded round of a run ('records.updates=[1,5]'), and compare the results."""
     with errors_as_lines("fedsim.cli.rule_replay"):
         from fedsim.cli.rule_replay import applicable_rules, load_round, replay_json, replay_table
         from fedsim.cli.rule_replay import replay as replay_rules

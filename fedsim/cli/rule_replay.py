@@ -136,7 +136,7 @@ def load_round(folder: str | Path, round: int | None = None, *, allow_imports: b
     if not rounds:
         raise RecordError(
             f"{folder}: has no stored updates; to store those of rounds 1 and 5, for example, repeat the run with "
-            "records.updates=[1,5]"
+            "'records.updates=[1,5]'"
         )
     round = rounds[-1] if round is None else round
     if round not in rounds:

@@ -162,18 +162,18 @@ def test_the_table_of_a_run_on_the_clock_has_virtual_seconds_updates_and_stalene
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"mode": "clock"}, "; weighted_mean of parameters on the virtual clock (equal slowdowns, constant noise)"),
+        ({"mode": "clock"}, "; weighted_mean of updates on the virtual clock (equal slowdowns, constant noise)"),
         (
             {"mode": "clock", "policy": "ssp", "clock": {"noise": "lognormal", "slowdown": "linear"}},
             "; ssp (s = 3) on the virtual clock (linear slowdowns, lognormal noise)",
         ),
         ({"mode": "clock", "policy": "fedbuff", "cohort": 2}, "3 workers, 2 at a time; "),
-        ({"cohort": 2}, "3 workers, 2 per round; 2 rounds; weighted_mean of parameters"),
-        ({"sync": "post_local", "switch_after_round": 1}, "weighted_mean of gradients, of parameters after round 1"),
+        ({"cohort": 2}, "3 workers, 2 per round; 2 rounds; weighted_mean of updates"),
+        ({"sync": "post_local", "switch_after_round": 1}, "weighted_mean of gradients, of updates after round 1"),
         ({"attack": {"name": "ipm", "workers": [1]}}, "3 workers, 1 of them Byzantine (ipm); "),
         (
             {"groups": 3, "group_rounds": 2, "top_attack": {"name": "ipm", "f": 1}, "top_aggregate": "median"},
-            "of parameters in 3 groups (1 of them Byzantine: ipm), median of the groups every 2 rounds",
+            "of updates in 3 groups (1 of them Byzantine: ipm), median of the groups every 2 rounds",
         ),
     ],
 )
