@@ -94,6 +94,11 @@ class Pipeline:
         )
 
     @property
+    def is_mean(self) -> bool:
+        """Whether the rule is a weighted mean of fedsim, without pre-aggregators."""
+        return self.linear_by_weights and self.built_in
+
+    @property
     def by_parts(self) -> bool:
         """Whether the columns can be divided among processes, because no input contains whole updates."""
         of_rule = self.rule.accepts.keys() - ({"updates"} if self.rule.columnwise else set())
@@ -225,6 +230,7 @@ class Pipeline:
         weights: Tensor | None = None,
         workers: list[int] | None = None,
         place: str = "aggregate.rule, with a cohort of {}",
+        **more: Any,
     ) -> None:
         """Raise ExperimentError if the rule cannot aggregate n updates, for example because it needs n >= 2f + 3.
 
@@ -236,6 +242,7 @@ class Pipeline:
             weights: weight of each update, [n]. None: equal weights.
             workers: IDs of the workers that send the updates, if they are known.
             place: format string for error messages, with {} for n.
+            more: more inputs of the rule by name.
         """
         if n > MOST_TRIED or any(":" in stage.name or stage.name.startswith("<") for stage in (*self.pre, self.rule)):
             return
@@ -243,7 +250,7 @@ class Pipeline:
         ones = torch.ones(n, dtype=torch.double)
         weights = ones if weights is None and self.needs_weights else weights
         try:
-            self(AggregationInputs(updates, weights, updates[0], ones, workers=workers, local_lr=local_lr))
+            self(AggregationInputs(updates, weights, updates[0], ones, workers=workers, local_lr=local_lr, **more))
         except ResultError:  # a rule may accept only rows of a certain length
             return
         except ExperimentError as error:

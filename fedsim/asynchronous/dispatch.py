@@ -153,6 +153,7 @@ class RoundStats:
         up, down: number of models or gradients that workers sent (up) and received (down).
         discarded: number of cancelled results.
         excluded: for each result that was excluded because of NaN or infinity, the ID of its worker.
+        rejected: maps each worker's ID to the number of its results that the aggregation rule has rejected.
     """
 
     samples: Counter[int] = field(default_factory=Counter)
@@ -163,6 +164,7 @@ class RoundStats:
     down: int = 0
     discarded: int = 0
     excluded: list[int] = field(default_factory=list)
+    rejected: Counter[int] = field(default_factory=Counter)
 
     @property
     def train_loss(self) -> float:
@@ -219,12 +221,14 @@ class Dispatcher:
         self.untrained: set[int] = set()
         self._nonfinite: set[int] = set()  # slots in flight whose result contains NaN or infinity
         self._losses = server.shared.cohort.train_loss.numpy()  # faster to read than the tensor
+        self._attacks, self._filters = server.combination.attacks, server.combination.filters
+        server.train = train
         self.start_round(1)
 
     def start_round(self, round: int) -> None:
         """Start a new round with empty statistics."""
         self.round = self.server.round = round
-        self.stats = RoundStats()
+        self.stats = self.server.stats = RoundStats()
 
     def dispatch(self, slot: int, steps: int | None = None) -> WorkItem:
         """Let a worker start its next step or round. Returns the work item, which describes this step or round.
@@ -253,12 +257,7 @@ class Dispatcher:
         slots = [slot for slot in slots if slot in self.untrained]
         self._train([self.in_flight[slot] for slot in slots])
         self.untrained.difference_update(slots)
-        if self.server.nonfinite == "keep":
-            return
-        rows = self.server.shared.cohort.rows
-        total = (rows if slots == list(range(len(rows))) else rows[slots]).sum()
-        if not math.isfinite(total):  # the sum of finite rows may also overflow
-            self._nonfinite.update(slot for slot in slots if not bool(rows[slot].isfinite().all()))
+        self._find_nonfinite(slots)
 
     def is_stale(self, slot: int) -> bool:
         """Whether an update of the global model has cancelled the current work of the worker in `slot`."""
@@ -271,15 +270,19 @@ class Dispatcher:
             slot: position of the worker among the workers that train at the same time.
             staleness: staleness of the result. None: the number of updates since the worker read the global model.
         """
-        server, stats, item = self.server, self.stats, self.in_flight.pop(slot)
+        server, policy, stats, item = self.server, self.policy, self.stats, self.in_flight.pop(slot)
         unit = int(server.units[slot]) - 1
         staleness = server.staleness(slot) if staleness is None else staleness
         samples = self.scheduler.samples(item)
-        up, _ = self.policy.moved(server, slot, unit)
+        up, _ = policy.moved(server, slot, unit)
         self.scheduler.finish(item)
         self.arrivals += 1
         stats.up += up
         stats.samples[item.worker] += samples
+        arrival = Arrival(slot, item.worker, unit, staleness)
+        if self._attacks and not policy.uses_topology and slot not in self._nonfinite:
+            server.arrive(arrival)
+            self._find_nonfinite([slot])
         if slot in self._nonfinite:
             self._exclude(item)
             return
@@ -288,7 +291,10 @@ class Dispatcher:
         if up:
             stats.staleness[staleness] += 1
         server.end(slot, item.worker)
-        self.policy.take(server, Arrival(slot, item.worker, unit, staleness))
+        if self._filters and policy.sends_results and not server.admits(arrival):
+            policy.on_exclusion(server, slot)
+        else:
+            policy.take(server, arrival)
 
     def cancel(self, slot: int) -> None:
         """Cancel the current work of the worker in `slot`. The worker will start the same work again."""
@@ -327,6 +333,16 @@ class Dispatcher:
             )
         self.stats.excluded.append(item.worker)
         self.policy.on_exclusion(self.server, item.slot)
+
+    def _find_nonfinite(self, slots: list[int]) -> None:
+        """Note which of the results in `slots` contain NaN or infinity."""
+        self._nonfinite.difference_update(slots)
+        if self.server.nonfinite == "keep":
+            return
+        rows = self.server.shared.cohort.rows
+        total = (rows if slots == list(range(len(rows))) else rows[slots]).sum()
+        if not math.isfinite(total):  # the sum of finite rows may also overflow
+            self._nonfinite.update(slot for slot in slots if not bool(rows[slot].isfinite().all()))
 
 
 def nonfinite_error(round: int, place: str) -> DivergedError:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedsim.asynchronous.policies.policy import Policy
+from fedsim.asynchronous.combination import Combination
+from fedsim.asynchronous.policies.policy import Arrival, Policy
 from fedsim.asynchronous.policies.server import AsyncServer
 from fedsim.clients import ClientAlgorithm, State, Stepper
 from fedsim.core.rows import Layout, new_rows
@@ -17,6 +19,9 @@ from fedsim.processes.shared_memory import share
 from fedsim.rounds.worker_states import WorkerStates
 from fedsim.training.shared_state import SharedState
 from fedsim.training.task import RunTask
+
+if TYPE_CHECKING:
+    from fedsim.asynchronous.dispatch import RoundStats, Train
 
 
 class GradientOnly(ClientAlgorithm):
@@ -31,7 +36,7 @@ class GradientOnly(ClientAlgorithm):
 
 VIEWS = {  # attributes that `attach` sets
     *("shared", "rows", "models", "_version", "read", "units", "alive_mask"),
-    *("global_row", "global_buffers", "worker_rows", "worker_buffers", "_mixing"),
+    *("global_row", "global_buffers", "worker_rows", "worker_buffers", "_mixing", "stats", "train"),
 }
 
 
@@ -48,7 +53,13 @@ class ServerState(AsyncServer):
             values for each slot: the number of updates when its worker last read the model, the number of started
             steps or rounds, and whether the worker is present (1) or has left (0).
         tables: positions of embedding tables, of which a step changes only the rows with a nonzero gradient.
+        combination: the aggregation rule and the attack.
+        stats: statistics of the current round.
+        train: function that trains the workers in the given slots.
     """
+
+    stats: RoundStats
+    train: Train
 
     def __init__(self, task: RunTask, shared: SharedState, worker_states: WorkerStates) -> None:
         experiment = task.experiment
@@ -58,11 +69,15 @@ class ServerState(AsyncServer):
         self.graph, self.round = experiment.policy.topology.component, 1
         self.seed, self.buffers, self.nonfinite = experiment.seed, experiment.buffers, experiment.nonfinite
         self.algorithm, self.worker_states = task.algorithm, worker_states
-        self.n, d = shared.cohort.rows.shape
+        self.n = len(shared.cohort.rows) - experiment.rule.accepts("root")  # the last row is the server's own
+        d = shared.cohort.rows.shape[1]
+        self.combination = Combination(task, self.n, d)
+        self.combines = self.combination.by_rule and not self.combination.filters
         self.counts = torch.zeros(1 + 3 * self.n, dtype=torch.int64)
         self.counts[1 : 1 + self.n] = -1  # no version read yet
         self.counts[1 + 2 * self.n :] = 1  # alive
-        self.replicas = new_rows(self.n if policy.needs_replicas else 0, d, task.dtype, task.device)
+        keeps_start = policy.needs_replicas or self.combination.needs_start_models
+        self.replicas = new_rows(self.n if keeps_start else 0, d, task.dtype, task.device)
         self.replicas.copy_(shared.server.row.expand(len(self.replicas), -1))
         shared.cohort.buffers[:] = shared.server.buffers
         self.has_buffers = shared.server.buffers.numel() > 0
@@ -136,6 +151,44 @@ class ServerState(AsyncServer):
         step_where_touched(self.stepper, self.global_row, gradient, self.tables)
         self.increment_version()
 
+    def arrive(self, arrival: Arrival) -> None:
+        """Replace the result of a Byzantine worker, `rows[arrival.slot]`, by what the worker sends."""
+        self._change(arrival, self.combination.attack)
+
+    def admits(self, arrival: Arrival) -> bool:
+        """Apply the rule to a single result, `rows[arrival.slot]`, in place. Return False if the rule rejects it."""
+        return self._change(arrival, self.combination.admit)
+
+    def admit(self, arrival: Arrival, vector: Tensor) -> bool:
+        return not self.combination.filters or self.combination.admit(self, arrival, vector)
+
+    def combine(self, vectors: Tensor, workers: Sequence[int], staleness: Tensor) -> Tensor:
+        return self.combination.combine(self, vectors, workers, staleness=staleness)
+
+    def mix(
+        self, models: Tensor, slot: int, others: Sequence[int], weights: np.ndarray, moment: tuple[int, ...]
+    ) -> Tensor:
+        return self.combination.mix(self, models, slot, others, torch.from_numpy(weights), moment)
+
+    @property
+    def mixes(self) -> bool:
+        return self.combination.by_rule or self.combination.attacks
+
+    @property
+    def tested(self) -> np.ndarray:
+        attackers = self.combination.attackers(self.round)
+        return np.array([slot for slot in self.alive.tolist() if slot not in attackers], dtype=np.int64)
+
+    def _change(self, arrival: Arrival, change: Callable[[ServerState, Arrival, Tensor], Any]) -> Any:
+        """Call `change` with the vector of a worker, which it may change in place: its gradient, or its update."""
+        slot = arrival.slot
+        if self.policy.work == "gradient":
+            return change(self, arrival, self.rows[slot])
+        delta = self.rows[slot] - self.replicas[slot]
+        result = change(self, arrival, delta)
+        self.rows[slot].copy_(delta.add_(self.replicas[slot]))
+        return result
+
     def mixing_matrix(self) -> np.ndarray:
         if self._mixing is None or (self.graph.changes and self._mixing[0] != self.round):
             self._mixing = self.round, self.graph.mixing_matrix(self.n, self.seed, self.round)
@@ -150,6 +203,7 @@ class ServerState(AsyncServer):
         """Tensors by name that this object has created, without the engine's tensors."""
         tensors = {"replicas": self.replicas, "counts": self.counts, "step_seconds": self.step_seconds}
         states = {"shared": self.step_state, "private": self.worker_step_states, "policy_state": self.policy_state}
+        states["combination"] = self.combination.tensors
         return tensors | {f"{key}.{name}": tensor for key, state in states.items() for name, tensor in state.items()}
 
     @property

@@ -509,6 +509,12 @@ class Attack(TopAttack):
     before_processors: bool = False
     """Whether the attackers' updates pass through `processors` like those of honest workers. Otherwise attackers see
     the processed updates, and send theirs unprocessed. Attacks on data only are always processed."""
+    knows: Literal["latest", "buffer"] = "latest"
+    """What an attack knows with an asynchronous policy: the last result of each worker (`latest`), or only the results
+    that no update of the global model has used yet (`buffer`). On a graph, it knows the neighbours' models."""
+    slowdown: Literal["fastest", "slowest"] | PositiveFloat | None = None
+    """Slowdown factor of the Byzantine workers on the virtual clock, instead of `clock.slowdown`: a number, or the
+    factor of the fastest or slowest honest worker. So attackers choose when their results arrive."""
 
 
 class TopAggregate(ComponentTable):
@@ -581,6 +587,9 @@ class Aggregate(TopAggregate):
     updates. Secure aggregation itself is not simulated."""
     root_samples: PositiveCount = 100
     """Number of training samples that the server holds, for rules that use its gradient (`fltrust`)."""
+    root_every: PositiveCount = 10
+    """Number of updates of the global model between two gradients of the server, with an asynchronous policy. On the
+    virtual clock, they take no time."""
 
 
 def _without_f(params: dict[str, Any]) -> dict[str, Any]:

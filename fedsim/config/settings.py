@@ -145,9 +145,18 @@ class Settings(Table):
 
     @property
     def f(self) -> int:
-        """Number of Byzantine updates that the rule must tolerate: `aggregate.f`, or the maximum number in a cohort."""
+        """Number of Byzantine updates that the rule must tolerate: `aggregate.f`, or the maximum number.
+
+        The maximum is that in a cohort or, on a graph, among the neighbours of an honest worker.
+        """
+        if self.aggregate.f is not None:
+            return self.aggregate.f
         most = min(self.attack.count(self.workers), self.cohort_size)
-        return most if self.aggregate.f is None else self.aggregate.f
+        if not most or not self.policy.component.uses_topology or not self.aggregate.takes_f:
+            return most
+        if self.policy.component.locking == "pair":
+            return 1
+        return min(most, self.policy.topology.component.most_neighbours(self.workers, self.seed, self.byzantine))
 
     @cached_property
     def rule(self) -> Pipeline:
@@ -321,10 +330,7 @@ class Settings(Table):
         """
         altering = self.attack.component.alters_rows and not self.attack.component.row_by_row
         settings = {
-            f"aggregate.rule = {show(self.rule.name)}": (
-                not (self.rule.linear_by_weights and self.rule.built_in),
-                "aggregate.rule=weighted_mean",
-            ),
+            f"aggregate.rule = {show(self.rule.name)}": (not self.rule.is_mean, "aggregate.rule=weighted_mean"),
             self.attack.setting: (altering, "attack.name=label_flipping"),
             f"sync = {show(self.sync)}": (self.rounds_of_gradients > 0, "sync=parameters"),
             self.local.setting: (isinstance(self.local.component, CohortGradient), "local.algorithm=scaffold"),

@@ -173,6 +173,18 @@ def _unused_keys(experiment: Settings) -> Iterator[tuple[str, Iterable[str]]]:
         yield f"policy={experiment.policy.name}", {"policy.topology"}
     if mode == "race":
         yield "mode=race", {"batched", "worker_state_memory"}
+    if mode != "clock":
+        yield f"mode={mode}", {"attack.slowdown"}
+    attack = experiment.attack.component
+    if experiment.in_rounds or policy.uses_topology or not attack.alters_rows or attack.row_by_row:
+        where = experiment.attack.setting if attack.row_by_row else f"policy={experiment.policy.name}"
+        yield where, {"attack.knows"}
+    rule_keys = {
+        "aggregate.f": experiment.aggregate.takes_f or experiment.records.updates,  # `fedsim replay` uses it
+        "aggregate.root_samples": experiment.rule.accepts("root"),
+        "aggregate.root_every": experiment.rule.accepts("root") or experiment.in_rounds,
+    }
+    yield f"aggregate.rule={experiment.rule.name}", {key for key, is_used in rule_keys.items() if not is_used}
     if experiment.in_rounds:
         yield from _unused_in_rounds(experiment, ranks="distributed" in used)
     else:
@@ -180,7 +192,7 @@ def _unused_keys(experiment: Settings) -> Iterator[tuple[str, Iterable[str]]]:
             f"policy={experiment.policy.name}",
             {"sync", "switch_after_round", "processors", "downlink", "records.updates"}
             | {"sampling", "sampling.dropout_rate"}
-            | {f"aggregate.{key}" for key in ("rule", "f", "weights", "root_samples")}
+            | {"aggregate.weights"}
             | ({"server"} if not policy.uses_server_optimizer else set()),
         )
     yield from _unused_by_values(experiment)
@@ -197,12 +209,9 @@ def _unused_in_rounds(experiment: Settings, *, ranks: bool) -> Iterator[tuple[st
         yield f"{reason}, because ranks do not average gradients", {"distributed.hook"}
     yield f"sync={sync}", {"switch_after_round"} if sync != "post_local" else ()
     yield f"sync={sync}", {"server"} if sync == "gradients" else ()
-    rule_keys = {
-        "aggregate.f": experiment.aggregate.takes_f or experiment.records.updates,  # `fedsim replay` uses it
-        "aggregate.root_samples": rule.accepts("root"),
-        "aggregate.weights": rule.accepts_weights,
-    }
-    yield f"aggregate.rule={rule.name}", {key for key, is_used in rule_keys.items() if not is_used}
+    yield "policy=sync", {"aggregate.root_every"}
+    if not rule.accepts_weights:
+        yield f"aggregate.rule={rule.name}", {"aggregate.weights"}
 
 
 def _unused_by_values(experiment: Settings) -> Iterator[tuple[str, Iterable[str]]]:
@@ -213,7 +222,7 @@ def _unused_by_values(experiment: Settings) -> Iterator[tuple[str, Iterable[str]
     function = f"local.algorithm={experiment.local.algorithm}, which performs the steps itself"
     by_function = {"local.clip_norm", "local.accumulation_steps", "local.schedule.per"}
     of_clock = {f"clock.{key}" for key in Clock.model_fields if key != "replay_log"}
-    of_attack = {"attack.name", "attack.start_round", "attack.before_processors"}
+    of_attack = {f"attack.{key}" for key in ("name", "start_round", "before_processors", "knows", "slowdown")}
     private = f"privacy.mechanism={experiment.privacy.mechanism}"
     attacked = not experiment.groups or experiment.top_attack.count(experiment.group_count)
     uses: list[tuple[Any, str, set[str]]] = [  # (whether the keys are used, the setting, the keys)
@@ -394,6 +403,8 @@ def _checks_of_rules(experiment: Settings) -> list[Callable[[], object]]:
     There is one check for each number of updates that a rule may have to aggregate.
     """
     cohort, lr = experiment.cohort_size, experiment.local_lr
+    if not experiment.in_rounds:
+        return [] if experiment.rule.is_mean else list(_checks_of_combinations(experiment))
     if experiment.groups is None:
         return [partial(experiment.rule.dry_run, cohort, lr)]
     sizes = np.minimum(np.bincount(experiment.grouping), cohort).tolist()
@@ -404,6 +415,27 @@ def _checks_of_rules(experiment: Settings) -> list[Callable[[], object]]:
         *checks,
         partial(experiment.top.rule.dry_run, experiment.group_count, lr, place="top_aggregate.rule, with {} groups"),
     ]
+
+
+def _checks_of_combinations(experiment: Settings) -> Iterator[Callable[[], object]]:
+    """Yield a check for each number of vectors that the rule combines with an asynchronous policy."""
+    policy, rule, lr = experiment.policy.component, experiment.rule, experiment.local_lr
+    where, n = f"policy={experiment.policy.name}", experiment.cohort_size
+    if not policy.uses_topology:
+        sizes = policy.sizes(n)
+        models = torch.zeros(1, 8, dtype=torch.double) if sizes == (1,) else None
+        for size in sizes:
+            place = f"aggregate.rule, which combines {{}} of {n} vectors with {where}"
+            yield partial(rule.dry_run, size, lr, place=place, models=models)
+        return
+    neighbours = [1]
+    if policy.locking != "pair":
+        matrix = experiment.policy.topology.component.mixing_matrix(n, experiment.seed)
+        neighbours = sorted({int(np.count_nonzero(np.delete(row, worker))) for worker, row in enumerate(matrix)})
+    for count in neighbours:
+        place = f"aggregate.rule, which combines {{}} models, a worker's and its neighbours', with {where}"
+        weights = torch.full((count + 1,), 1 / (count + 1), dtype=torch.double) if rule.accepts_weights else None
+        yield partial(rule.dry_run, count + 1, lr, weights, place=place, own=0)
 
 
 def _checks_of_schedules(experiment: Settings) -> Iterator[Callable[[], object]]:
@@ -485,6 +517,8 @@ def _check_workers(experiment: Settings) -> Iterator[str]:
         yield f"attack.{key} = {show(getattr(attack, key))}: must be fewer than {workers}, the number of workers"
     if attack.resample and attack.by_class is not None:
         yield f"attack.by_class = {attack.by_class}: does not work with attack.resample; remove one of the two"
+    if attack.slowdown is not None and attack.resample:
+        yield "attack.slowdown: needs the same Byzantine workers in all rounds; remove attack.resample"
     if attack.start_round > experiment.rounds:
         yield f"attack.start_round = {attack.start_round}: must be at most {experiment.rounds}, the number of rounds"
     if isinstance(weights, list) and len(weights) != workers:
@@ -642,23 +676,7 @@ def _check_secure(experiment: Settings) -> Iterator[str]:
 def _check_policy(experiment: Settings, policy: Policy) -> Iterator[str]:
     """Yield an error line for each setting that the asynchronous `policy` does not support."""
     where, algorithm = experiment.policy.setting, experiment.local.component
-    attack, bound = experiment.attack.setting, experiment.attack.component
-    attacks = experiment.attack.name != "none" and experiment.attack.count(experiment.workers)
-    if attacks and bound.poison is None:
-        yield (
-            f"{attack}: needs the updates of a cohort, but {where} has no cohorts; use an attack on data, such as "
-            "label_flipping"
-        )
-    elif attacks and bound.alters_rows:
-        yield (
-            f"{attack}: with the parameters {show(experiment.attack.params)} the attack also alters updates, which "
-            f"{where} does not support; use parameters that alter only data"
-        )
-    if experiment.rule.accepts("root"):
-        yield (
-            f"{experiment.aggregate.setting}: needs an update of the server for each cohort, but {where} has no "
-            "cohorts; omit it"
-        )
+    yield from _check_combination(experiment, policy)
     if experiment.cohort_size < experiment.workers and not (policy.allows_sampling and experiment.mode == "clock"):
         yield f"cohort = {experiment.cohort}: with mode={experiment.mode} and {where} all workers take part; omit it"
     if isinstance(algorithm, (UpdateCorrection, CohortGradient)) or algorithm.starts_from_current:
@@ -675,3 +693,27 @@ def _check_policy(experiment: Settings, policy: Policy) -> Iterator[str]:
         )
     if policy.needs_momentum and not algorithm.start(torch.zeros(1)):
         yield f"{where}: needs momentum; set local.momentum"
+
+
+def _check_combination(experiment: Settings, policy: Policy) -> Iterator[str]:
+    """Yield an error line for each setting of the rule or attack that the asynchronous `policy` does not support."""
+    where, rule, attack, mode = experiment.policy.setting, experiment.rule, experiment.attack, experiment.mode
+    alters = attack.component.alters_rows and attack.count(experiment.workers) > 0
+    stages = {experiment.aggregate.setting: not rule.is_mean, attack.setting: alters}
+    keeps_state = {
+        experiment.aggregate.setting: rule.accepts("state"),
+        attack.setting: "state" in attack.component.accepts,
+    }
+    for setting in (setting for setting, is_used in stages.items() if is_used and mode == "race"):
+        if policy.locking == "nothing":
+            yield f"{setting}: needs a lock in a race, but {where} has none; use policy=locked or mode=clock"
+        elif keeps_state[setting]:
+            yield f"{setting}: keeps a state between updates, which a race does not support; use mode=clock"
+    if rule.accepts("losses"):
+        yield f"{experiment.aggregate.setting}: needs losses of a cohort, but {where} has no cohorts; use policy=sync"
+    if policy.uses_topology and rule.accepts("root"):
+        yield f"{experiment.aggregate.setting}: needs a server with samples, but {where} has no server; omit it"
+    if alters and attack.knows == "buffer" and policy.sizes(experiment.cohort_size) == (1,):
+        yield f'attack.knows = "buffer": {where} has no buffer, because it uses each result at once; use knows=latest'
+    if alters and "weights" in attack.component.accepts and not policy.uses_topology:
+        yield f"{attack.setting}: needs a policy on a graph, such as policy=d_psgd"

@@ -155,6 +155,8 @@ class AsyncRecord(Record):
     """Number of accepted results that no update has used yet."""
     discarded: Annotated[Count | None, Metric("Discarded", "lower", tag="asynchronous/discarded")] = None
     """Number of results in the round that were cancelled or were too stale on arrival."""
+    rejected: dict[Annotated[str, StringConstraints(pattern=r"^\d{1,18}$")], Count] = field(default_factory=dict)
+    """Maps the ID of a worker to the number of its results in the round that the aggregation rule has rejected."""
 
 
 @record_class

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedsim.config.experiment import Experiment
+import numpy as np
+
 from fedsim.core.snapshot import CheckpointModel, Counts, Seconds
 from fedsim.delays import Delays
 from fedsim.errors import ExperimentError
@@ -18,10 +19,16 @@ from fedsim.training.shared_state import SharedState, message_bytes
 from fedsim.training.task import RunTask
 
 
-def delays_of(experiment: Experiment) -> Delays:
-    """Return the simulated delays of workers and network, from the settings `clock.*` of an experiment."""
-    clock = experiment.clock
+def delays_of(task: RunTask) -> Delays:
+    """Return the simulated delays of workers and network, from the settings `clock.*` and `attack.slowdown`."""
+    experiment, clock, chosen = task.experiment, task.experiment.clock, task.experiment.attack.slowdown
     slowdowns, noise = clock.slowdown.component(experiment.workers, experiment.seed), clock.noise.component
+    if chosen is not None:
+        byzantine = np.zeros(experiment.workers, dtype=bool)
+        byzantine[sorted(task.byzantine.fixed)] = True
+        of_others = slowdowns[~byzantine]
+        bounds = {"fastest": of_others.min(), "slowest": of_others.max()}
+        slowdowns = np.where(byzantine, bounds[chosen] if isinstance(chosen, str) else chosen, slowdowns)
     return Delays(slowdowns, noise, experiment.seed, clock.step_seconds, clock.latency, clock.bandwidth)
 
 
@@ -153,4 +160,4 @@ def clock_of(task: RunTask, shared: SharedState) -> Clock:
         return NoClock()
     row_bytes = 0 if task.experiment.downlink else shared.server.row.nbytes - personal_bytes(task)
     messages = sum(message_bytes(task, shared))
-    return RoundClock(delays_of(task.experiment), row_bytes, buffer_bytes(task, shared), messages)
+    return RoundClock(delays_of(task), row_bytes, buffer_bytes(task, shared), messages)

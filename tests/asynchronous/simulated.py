@@ -19,13 +19,14 @@ from fedsim.asynchronous.dispatch import Scheduler
 from fedsim.asynchronous.policies import AsyncServer, Policy, policy
 from fedsim.asynchronous.server_state import GradientOnly, ServerState
 from fedsim.asynchronous.virtual_clock import VirtualClock
+from fedsim.byzantine import Attackers
 from fedsim.clients import SGD
-from fedsim.config.schema import Topology
+from fedsim.config.schema import Aggregate, Attack, Topology
 from fedsim.delays import Delays, noise
 from fedsim.rounds.worker_states import WorkerStates
 from fedsim.server.optimizer import ServerSGD
 from fedsim.training.batches import WorkItem
-from fedsim.training.task import Schedule
+from fedsim.training.task import RunTask, Schedule
 
 SIZE, BATCH = 10, 4  # samples of a worker, which make 3 steps a round
 
@@ -116,12 +117,17 @@ def simulate(
     global_buffers: Sequence[float] = (),
     models: float = 0.0,
     total_items: float = math.inf,
+    rule: dict[str, Any] | None = None,
+    f: int = 0,
+    attack: dict[str, Any] | None = None,
 ) -> SimulatedRun:
     """Return a run of a policy on the virtual clock, with all workers of `delays`.
 
     Args:
         train: function that returns the result of a work item.
         models: size of a model in bytes.
+        rule, attack: tables `aggregate` and `attack` of the experiment.
+        f: number of Byzantine vectors that the rule must tolerate.
     """
     n, optimizer, wide = len(delays.slowdowns), ServerSGD(), torch.float64
     row, of_model = START.clone(), torch.tensor(global_buffers, dtype=wide)
@@ -139,8 +145,14 @@ def simulate(
     components = {"policy": chosen, "local": algorithm or SGD(lr=LR), "server": optimizer}
     tables = {key: SimpleNamespace(component=component) for key, component in components.items()}
     tables["policy"].topology = Topology.model_validate(topology)
+    tables["attack"] = Attack(**(attack or {}))
     experiment = SimpleNamespace(**tables, seed=seed, buffers=buffers, nonfinite="error")
+    experiment.rule = Aggregate(**(rule or {})).pipeline(f)
+    experiment.local_lr, experiment.sends_gradients = LR, chosen.work == "gradient"
+    byzantine = Attackers(frozenset(tables["attack"].workers or ()))
     task = SimpleNamespace(experiment=experiment, dtype=wide, device=torch.device("cpu"), algorithm=GradientOnly())
+    task.byzantine = byzantine
+    task.keeps_last = RunTask.keeps_last.fget(task)
     cohort.worker_rows = {"buffers": cohort.buffers}
     shared = SimpleNamespace(server=server_tensors, cohort=cohort)
     states = WorkerStates({"buffers": shared.server.buffers.clone()} if buffers == "local" else {})

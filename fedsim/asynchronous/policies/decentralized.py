@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from pydantic import PositiveInt
+from torch import Tensor
 
 from fedsim.aggregation import column_blocks
 from fedsim.asynchronous.policies.policy import Arrival, Policy, StateScope, policy
@@ -79,7 +80,8 @@ class Waiting(OwnModels):
 class ElasticAveraging(Waiting):
     """Elastic averaging SGD: every `period` steps, worker i's model x_i and the global model W move towards each other.
 
-    Zhang et al. 2015. This exchange computes e = alpha (x_i - W), x_i -= e, W += e. Unlike in the paper, the next
+    Zhang et al. 2015. This exchange computes e_i = alpha (x_i - W), x_i -= e_i, W += e_i. If all k workers exchange at
+    the same time, `aggregate.rule` combines the e_i, and W moves by k times the result. Unlike in the paper, the next
     gradient is computed at the new x_i, not at the old x_i.
 
     Args:
@@ -108,6 +110,9 @@ class ElasticAveraging(Waiting):
         else:
             self.exchange(server, [slot])
 
+    def sizes(self, n_workers: int) -> tuple[int, ...]:
+        return (n_workers,) if self.synchronous else (1, 1)  # `exchange` combines a single vector, too
+
     def traffic(self, unit: int) -> tuple[int, int]:
         exchanges = int((unit + 1) % self.period == 0)
         return exchanges, exchanges
@@ -117,7 +122,11 @@ class ElasticAveraging(Waiting):
         index = index_of(slots, server.replicas.device)
         elastic = (server.replicas[index] - server.global_row).mul_(alpha)
         server.replicas[index] -= elastic
-        server.global_row.add_(elastic.sum(0))
+        if server.combines:
+            staleness = torch.tensor([server.staleness(slot) for slot in slots])
+            server.global_row.add_(server.combine(elastic, slots, staleness), alpha=len(slots))
+        else:
+            server.global_row.add_(elastic.sum(0))
         server.increment_version()
         server.mix_buffers(slots)
         for slot in slots:
@@ -141,7 +150,10 @@ class ElasticAveragingMomentum(ElasticAveraging):
 class Decentralized(OwnModels):
     """Base class for policies without a server, whose workers average their models with neighbours on a graph.
 
-    The global model, which is tested, is the mean of all workers' models. Each round records their consensus distance,
+    The global model, which is tested, is the mean of the models of all workers, except those that attack by sending
+    other models than their own. `aggregate.rule` combines the models that a worker receives: worker i moves by the
+    result of the rule for the differences x_j - x_i of its neighbours' models and 0 for its own, with the weights of W.
+    Each round records their consensus distance,
     the root of the mean of |x_i - mean|^2 over the workers (Kong et al. 2021).
     """
 
@@ -156,15 +168,8 @@ class Decentralized(OwnModels):
         if server.has_buffers:
             server.worker_buffers[slot] = server.policy_state["buffers"][slot]
 
-    def neighbours(self, server: AsyncServer, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the present neighbours of the worker in `slot` in this round, ascending, and their weights in W."""
-        weights = server.mixing_matrix()[slot] * server.alive_mask
-        weights[slot] = 0
-        slots = np.flatnonzero(weights)
-        return slots, weights[slots]
-
     def publish(self, server: AsyncServer) -> None:
-        slots = server.alive.tolist()
+        slots = server.tested.tolist()
         if not slots:
             raise ExperimentError(
                 "policy: all workers have left (clock.departures), so no model remains to test; keep at least one "
@@ -176,7 +181,7 @@ class Decentralized(OwnModels):
 
     def numbers(self, server: AsyncServer) -> dict[str, float]:
         wide = server.worker_buffers.dtype
-        squares = [(server.replicas[slot] - server.global_row).to(wide).square().sum() for slot in server.alive]
+        squares = [(server.replicas[slot] - server.global_row).to(wide).square().sum() for slot in server.tested]
         return {"consensus_distance": math.sqrt(torch.stack(squares).mean())}
 
 
@@ -185,6 +190,9 @@ class Pairwise(Decentralized):
     """Base class for policies in which a worker averages its model with the model of a random neighbour."""
 
     locking = "pair"
+
+    def sizes(self, n_workers: int) -> tuple[int, ...]:
+        return (2,)
 
     def partner(self, server: AsyncServer, slot: int, unit: int) -> int | None:
         """Draw a random neighbour of a worker from the neighbours that still take part in the run.
@@ -198,7 +206,7 @@ class Pairwise(Decentralized):
 
         Returns the number of the neighbour, or None if no neighbour takes part any more.
         """
-        slots, weights = self.neighbours(server, slot)
+        slots, weights = server.neighbours(slot)
         if not len(slots):
             return None
         probabilities = None if (weights == weights[0]).all() else weights / weights.sum()
@@ -212,7 +220,13 @@ class Pairwise(Decentralized):
             buffers[slot] = server.worker_buffers[slot]
         if partner is not None:
             own_model, partner_model = server.models[slot], server.models[partner]
-            partner_model.copy_(own_model.add_(partner_model).mul_(0.5))
+            if server.mixes:
+                moment, old, half = (slot, arrival.unit), server.replicas, np.full(2, 0.5)
+                moves = server.mix(old, slot, [partner], half, moment), server.mix(old, partner, [slot], half, moment)
+                own_model += moves[0]
+                partner_model += moves[1]
+            else:
+                partner_model.copy_(own_model.add_(partner_model).mul_(0.5))
             if server.has_buffers and server.buffers == "average":
                 buffers[[slot, partner]] = buffers[[slot, partner]].mean(0)
         server.increment_version()
@@ -272,7 +286,7 @@ class DecentralizedSGD(Decentralized, Waiting):
         self.wait(server, slot, excluded=True)  # only averages
 
     def moved(self, server: AsyncServer, slot: int, unit: int) -> tuple[int, int]:
-        count = len(self.neighbours(server, slot)[0])
+        count = len(server.neighbours(slot)[0])
         return count, count
 
     def exchange(self, server: AsyncServer, slots: list[int]) -> None:
@@ -283,10 +297,22 @@ class DecentralizedSGD(Decentralized, Waiting):
         old = models[slots]
         for slot in trained:
             server.step_replica(slot, server.rows[slot])  # may depend on the old model, as with weight decay
-        for block in column_blocks(models.shape[1], n=len(slots), device=models.device):
-            models[slots, block] += weights.to(models) @ old[:, block]
+        if server.mixes:
+            self._mix(server, slots, old)
+        else:
+            for block in column_blocks(models.shape[1], n=len(slots), device=models.device):
+                models[slots, block] += weights.to(models) @ old[:, block]
         if server.has_buffers:
             buffers[trained] = server.worker_buffers[trained]
             if server.buffers == "average":
                 buffers[slots] += weights.to(buffers) @ buffers[slots]
         server.increment_version()
+
+    def _mix(self, server: AsyncServer, slots: list[int], old: Tensor) -> None:
+        """Move the models of the workers in `slots`, which were `old` [k, d], by the rule."""
+        before = torch.zeros_like(server.replicas)
+        before[slots] = old
+        for slot in slots:
+            others, weights = server.neighbours(slot)
+            of_all = np.append(weights, 1 - weights.sum())
+            server.replicas[slot] += server.mix(before, slot, others.tolist(), of_all, (server.version,))

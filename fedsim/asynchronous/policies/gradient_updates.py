@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
+from fedsim.asynchronous.policies.buffer import collect, new_buffer
 from fedsim.asynchronous.policies.policy import Arrival, Locking, Policy, StateScope, policy
 from fedsim.asynchronous.policies.server import AsyncServer
 from fedsim.clients import State
@@ -76,6 +77,8 @@ class ASGD(Policy):
     [(0, 1), (0, 0), (1, 1), (0, 0)]
     """
 
+    sends_results = False
+
     n_fetch: PositiveInt = 1
     n_push: PositiveInt = 1
 
@@ -102,8 +105,9 @@ class ASGD(Policy):
         if self.n_push > 1:
             gradient = server.policy_state["unsent"][slot].add_(gradient)
         if (unit + 1) % self.n_push == 0:
-            server.step(gradient)
-            server.mix_buffers([slot])
+            if server.admit(arrival, gradient):
+                server.step(gradient)
+                server.mix_buffers([slot])
             if self.n_push > 1:
                 gradient.zero_()
 
@@ -134,19 +138,18 @@ class StalenessAware(Policy):
                 "(cohort)"
             )
 
+    def sizes(self, n_workers: int) -> tuple[int, ...]:
+        return (n_workers // (self.softsync or n_workers),)
+
     def start(self, server: AsyncServer) -> State:
-        return {"sum": torch.zeros_like(server.global_row), "count": torch.zeros(1, dtype=torch.int64)}
+        return new_buffer(server, self.sizes(server.n)[0], server.global_row.dtype)
 
     def take(self, server: AsyncServer, arrival: Arrival) -> None:
-        total, count = server.policy_state["sum"], server.policy_state["count"]
-        needed = server.n // (self.softsync or server.n)
-        total.add_(server.rows[arrival.slot], alpha=1 / (max(1, arrival.staleness) * needed))
-        count += 1
+        needed = self.sizes(server.n)[0]
+        total = collect(server, server.rows[arrival.slot], 1 / max(1, arrival.staleness), needed, arrival)
         server.mix_buffers([arrival.slot])
-        if int(count) == needed:
+        if total is not None:
             server.step(total)
-            total.zero_()
-            count.zero_()
 
     def buffered(self, server: AsyncServer) -> int:
         return int(server.policy_state["count"])
@@ -217,6 +220,9 @@ class StaleSynchronous(Policy):
 
     s: NonNegativeInt | Literal["inf"] = 3
 
+    def sizes(self, n_workers: int) -> tuple[int, ...]:
+        return (n_workers,) if self.s == 0 else (1, n_workers)
+
     def start(self, server: AsyncServer) -> State:
         counts = {name: torch.zeros(server.n, dtype=torch.int64) for name in ("clocks", "buffered")}
         return {**counts, "slowest": torch.zeros(1, dtype=torch.int64)}  # the smallest clock of the alive workers
@@ -239,6 +245,10 @@ class StaleSynchronous(Policy):
         if self.may_start(server, slot):
             self._apply(server)
 
+    def on_exclusion(self, server: AsyncServer, slot: int) -> None:
+        server.policy_state["clocks"].numpy()[slot] = server.units[slot]
+        self._find_slowest(server)
+
     def on_departure(self, server: AsyncServer) -> None:
         self._find_slowest(server)
 
@@ -253,7 +263,7 @@ class StaleSynchronous(Policy):
         buffered = server.policy_state["buffered"].numpy()
         slots = buffered.nonzero()[0].tolist()
         if slots:
-            server.step(server.mean(slots))
+            server.step(server.combine_gradients(slots))
             server.mix_buffers(slots)
             buffered[:] = 0
 
@@ -268,6 +278,9 @@ class FirstK(Policy):
     def needed(self, n_workers: int) -> int:
         """Return k, the number of gradients per step, if `n_workers` workers train at the same time."""
 
+    def sizes(self, n_workers: int) -> tuple[int, ...]:
+        return (self.needed(n_workers),)
+
     def start(self, server: AsyncServer) -> State:
         return {"arrived": torch.zeros(server.n, dtype=torch.int64)}
 
@@ -279,7 +292,7 @@ class FirstK(Policy):
         arrived[arrival.slot] = 1
         if self.buffered(server) == self.needed(server.n):
             slots = arrived.nonzero()[0].tolist()
-            server.step(server.mean(slots))
+            server.step(server.combine_gradients(slots))
             server.mix_buffers(slots, share=1.0)
             arrived[:] = 0
 

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
+from fedsim.asynchronous.policies.buffer import collect, new_buffer
 from fedsim.asynchronous.policies.policy import Arrival, Policy, policy
 from fedsim.asynchronous.policies.server import AsyncServer
 from fedsim.clients import State
@@ -91,28 +92,28 @@ class FedBuff(Policy):
     k: PositiveInt | None = None
     exponent: NonNegativeFloat = 0.5
 
+    def sizes(self, n_workers: int) -> tuple[int, ...]:
+        return (self.k or n_workers,)
+
     def start(self, server: AsyncServer) -> State:
-        wide = server.worker_buffers.dtype
         return {
-            "sum": torch.zeros_like(server.global_row, dtype=wide),
-            "count": torch.zeros(1, dtype=torch.int64),
+            **new_buffer(server, self.k or server.n, server.worker_buffers.dtype),
             "buffers": torch.zeros_like(server.global_buffers),
             "weight": torch.zeros(1, dtype=torch.double),  # sum of the weights in `buffers`
         }
 
     def take(self, server: AsyncServer, arrival: Arrival) -> None:
-        total, count, buffers, weight = (server.policy_state[name] for name in ("sum", "count", "buffers", "weight"))
-        k, slot = self.k or server.n, arrival.slot
-        share = (1 + arrival.staleness) ** -self.exponent / k
-        total.add_(server.delta(slot), alpha=share)
-        buffers.add_(server.worker_buffers[slot], alpha=share)
-        weight += share
-        count += 1
-        if int(count) == k:
+        buffers, weight, slot = server.policy_state["buffers"], server.policy_state["weight"], arrival.slot
+        k = self.k or server.n
+        scale = (1 + arrival.staleness) ** -self.exponent
+        total = collect(server, server.delta(slot), scale, k, arrival)
+        buffers.add_(server.worker_buffers[slot], alpha=scale / k)
+        weight += scale / k
+        if total is not None:
             server.update(total)
             server.move_buffers(buffers / float(weight), float(weight))
-            for tensor in (total, count, buffers, weight):
-                tensor.zero_()
+            buffers.zero_()
+            weight.zero_()
 
     def buffered(self, server: AsyncServer) -> int:
         return int(server.policy_state["count"])

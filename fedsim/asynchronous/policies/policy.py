@@ -59,6 +59,8 @@ class Policy(ABC):
         allows_sampling: whether there may be more workers than `cohort`, the number of concurrent workers.
         uses_server_optimizer: whether the experiment's server optimizer updates the global model.
         uses_topology: whether the workers are on a graph, the setting `policy.topology`.
+        sends_results: whether a worker sends each result as it is. Otherwise, such as for sums of several gradients,
+            the policy calls `AsyncServer.admit` for what the worker sends.
         locking: what a race (training in concurrent processes) locks while it uses a result: the whole "server"; a
             "pair" of workers (a worker and its `partner`); or "nothing".
     """
@@ -70,6 +72,7 @@ class Policy(ABC):
     allows_sampling: ClassVar[bool] = False
     uses_server_optimizer: ClassVar[bool] = False
     uses_topology: ClassVar[bool] = False
+    sends_results: ClassVar[bool] = True
     locking: ClassVar[Locking] = "server"
 
     @property
@@ -84,6 +87,14 @@ class Policy(ABC):
         "shared" is one state for all workers, and "private" is a separate state for each worker.
         """
         return frozenset(["shared"] if self.work == "gradient" else [])
+
+    def sizes(self, n_workers: int) -> tuple[int, ...]:
+        """Return how many vectors the server combines into one, if `n_workers` workers train at the same time.
+
+        If the number varies, the result contains the smallest and the largest. (1,) means that each vector is used
+        alone, so that the aggregation rule is a filter. On a graph, the numbers of neighbours count instead.
+        """
+        return (1,)
 
     def check(self, n_workers: int) -> None:  # noqa: B027
         """Raise ExperimentError if the policy's settings do not allow `n_workers` concurrent workers."""
@@ -119,7 +130,7 @@ class Policy(ABC):
         return None
 
     def on_exclusion(self, server: AsyncServer, slot: int) -> None:  # noqa: B027
-        """React to a result that contains NaN or infinity and is excluded. Called instead of `take`."""
+        """React to a result that contains NaN or infinity, or that the rule rejects. Called instead of `take`."""
 
     def on_departure(self, server: AsyncServer) -> None:  # noqa: B027
         """React to workers that have left or returned. `server.alive` contains the slots of the present workers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from fedsim.aggregation import column_blocks
 from fedsim.aggregation.rules.averages import mean
 from fedsim.clients import State, Stepper
 from fedsim.core.rows import index_of
+
+if TYPE_CHECKING:
+    from fedsim.asynchronous.policies.policy import Arrival
 
 
 class AsyncServer(ABC):
@@ -42,6 +46,8 @@ class AsyncServer(ABC):
         read: number of updates when each worker last read the model, int64 [n], or -1.
         units: number of steps or rounds that were started in each slot, int64 [n].
         alive_mask: whether each worker is present (1) or has left (0), int64 [n].
+        combines: whether `aggregate.rule` combines the vectors that the policy collects. False if the rule is a mean,
+            so that the policy's own average is used, or if the rule is a filter of single vectors.
     """
 
     n: int
@@ -64,6 +70,7 @@ class AsyncServer(ABC):
     read: np.ndarray
     units: np.ndarray
     alive_mask: np.ndarray
+    combines: bool
     _version: np.ndarray
 
     @property
@@ -117,13 +124,64 @@ class AsyncServer(ABC):
     def mixing_matrix(self) -> np.ndarray:
         """Return the mixing matrix of `policy.topology` in the current round, float64 [n, n]. Do not change it."""
 
+    def neighbours(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the present neighbours of the worker in `slot` in this round, ascending, and their weights in W."""
+        weights = self.mixing_matrix()[slot] * self.alive_mask
+        weights[slot] = 0
+        slots = np.flatnonzero(weights)
+        return slots, weights[slots]
+
+    @abstractmethod
+    def admit(self, arrival: Arrival, vector: Tensor) -> bool:
+        """Apply the rule to the vector [d] that a worker sends, in place. Return False if the rule rejects it.
+
+        Nothing changes if the rule is a mean, or if the policy combines several vectors. Only policies with
+        `sends_results = False` call this method.
+        """
+
+    @abstractmethod
+    def combine(self, vectors: Tensor, workers: Sequence[int], staleness: Tensor) -> Tensor:
+        """Return the result [d] of the rule for k vectors.
+
+        Args:
+            vectors: the vectors, [k, d].
+            workers: IDs of the workers that have sent them.
+            staleness: staleness of each vector, int64 [k] on the CPU.
+        """
+
+    @property
+    @abstractmethod
+    def mixes(self) -> bool:
+        """Whether workers on a graph move by `mix`, because of the rule or of an attack, and not by W alone."""
+
+    @abstractmethod
+    def mix(
+        self, models: Tensor, slot: int, others: Sequence[int], weights: np.ndarray, moment: tuple[int, ...]
+    ) -> Tensor:
+        """Return the vector [d] by which the rule moves the model of a worker that receives the models of `others`.
+
+        Args:
+            models: model of each worker, [n, d].
+            slot: slot of the worker.
+            others: slots of the k workers whose models it receives.
+            weights: weights of `others` and, last, of the worker itself, float64 [k + 1].
+            moment: key for random numbers, which differs between all calls with the same slot.
+        """
+
+    @property
+    @abstractmethod
+    def tested(self) -> np.ndarray:
+        """Slots of the present workers whose mean model is tested on a graph: those that send their own model."""
+
     @abstractmethod
     def update(self, update: Tensor) -> None:
         """Let the server optimizer update the global model along an aggregated update [d]."""
 
-    def mean(self, slots: Sequence[int]) -> Tensor:
-        """Return the mean [d] of the rows (models or gradients) of the workers in `slots`."""
+    def combine_gradients(self, slots: Sequence[int]) -> Tensor:
+        """Return the result [d] of the rule, by default the mean, for the gradients of the workers in `slots`."""
         rows = self.worker_rows[index_of(sorted(slots), self.worker_rows.device)]
+        if self.combines:
+            return self.combine(rows, sorted(slots), torch.tensor([self.staleness(slot) for slot in sorted(slots)]))
         blocks = column_blocks(rows.shape[1], n=len(rows), device=rows.device)
         return torch.cat([mean(rows[:, block]) for block in blocks])
 

@@ -52,7 +52,7 @@ class ClockLoop(Loop):
         if clock.replay_log is not None:
             log = read_log(clock.replay_log, experiment.resolved())
             return LoggedOrder(log, clock.replay_log, server, scheduler, train)
-        delays = delays_of(self._task.experiment)
+        delays = delays_of(self._task)
         departures = {int(worker): at for worker, at in clock.departures.items()}
         if experiment.cohort_size == experiment.workers:
             server.step_seconds.copy_(torch.from_numpy(delays.base * delays.slowdowns))
@@ -93,11 +93,13 @@ class ClockLoop(Loop):
         for tensors in (self._engine.shared.state_dict(), self._server.tensors):
             state.keep(tensors)
         state.keep(self._engine.states.tensors(), "worker_state.")
+        self._server.combination.keep_states(state)
         return state
 
     def resume(self, state: Snapshot) -> None:
         state.put_back(self._engine.shared.state_dict() | self._server.tensors)
         self._engine.states.resume(state.under("worker_state."))
+        self._server.combination.resume_states(state)
         self._source.resume(state.metadata["clock"])
 
 
@@ -129,7 +131,12 @@ def async_record(stats: RoundStats, updates: int, arrivals: int, buffered: int) 
     """
     staleness = {str(tau): count for tau, count in sorted(stats.staleness.items())}
     return AsyncRecord(
-        updates=updates, arrivals=arrivals, staleness=staleness, buffered=buffered, discarded=stats.discarded
+        updates=updates,
+        arrivals=arrivals,
+        staleness=staleness,
+        buffered=buffered,
+        discarded=stats.discarded,
+        rejected={str(worker): count for worker, count in sorted(stats.rejected.items())},
     )
 
 

@@ -1,0 +1,319 @@
+"""The aggregation rule and the attack of an asynchronous run.
+
+A vector is what a worker sends: a gradient, or its trained model minus its start model. The rule combines
+
+    the k vectors that a policy has collected, such as the buffer of `fedbuff`
+    a single vector that arrives, if the policy uses each vector alone. The rule then is a filter, and may reject it
+    on a graph, the differences x_j - x_i of worker i to its neighbours' models, and 0 for its own model
+
+An attack on updates replaces a Byzantine worker's vector when it arrives. On a graph, it replaces the differences that
+a worker receives from its Byzantine neighbours, so that they may send a different model to each neighbour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.aggregation import AggregationInputs
+from fedsim.aggregation.numerics.columns import bad_rows
+from fedsim.aggregation.pipeline import AggregationResult
+from fedsim.asynchronous.policies.policy import Arrival
+from fedsim.clients import State
+from fedsim.core.rows import index_of, new_rows
+from fedsim.core.snapshot import Snapshot
+from fedsim.errors import ExperimentError
+from fedsim.training.batches import WorkItem
+from fedsim.training.task import RunTask
+from fedsim.training.weights import screen
+
+if TYPE_CHECKING:
+    from fedsim.asynchronous.server_state import ServerState
+
+SERVER = -1  # place of the server among those that combine vectors; on a graph, places are the workers' slots
+
+
+class Combination:
+    """Applies the aggregation rule and the attack of an asynchronous run.
+
+    Args:
+        task: description of the run.
+        n: number of workers that train at the same time.
+        d: number of parameters of the model.
+
+    Attributes:
+        by_rule: whether the rule combines vectors; false if it is a mean, so that the policy's own average is used.
+        filters: whether the rule is applied to each single vector that arrives.
+        attacks: whether Byzantine workers send other vectors than those that they have computed.
+        tensors: tensors by name that are shared by all processes of a race, and saved in checkpoints.
+        latest: inputs of the latest combination.
+    """
+
+    def __init__(self, task: RunTask, n: int, d: int) -> None:
+        experiment = task.experiment
+        policy, attack, self._rule = experiment.policy.component, experiment.attack.component, experiment.rule
+        self._task, self._on_graph, self._attack = task, policy.uses_topology, attack
+        self.by_rule = not self._rule.is_mean
+        self.filters = self.by_rule and not self._on_graph and policy.sizes(n) == (1,)
+        self.attacks = bool(task.byzantine) and attack.alters_rows
+        remembers = self.attacks and not self._on_graph and not attack.row_by_row
+        places, width = n if self._on_graph else 1, d if task.keeps_last else 0
+        self.tensors = {
+            "last": new_rows(places, width, task.dtype, task.device),
+            "has_last": torch.zeros(places, dtype=torch.int64),
+            "received": new_rows(n if remembers else 0, d, task.dtype, task.device),  # by slot
+            "received_from": torch.full((n,), -1),  # worker that sent it
+            "received_at": torch.zeros(n, dtype=torch.int64),  # number of updates of the global model at its arrival
+            "root": new_rows(1, d if self._rule.accepts("root") else 0, task.dtype, task.device)[0],
+            "root_at": torch.full((2,), -1),  # number of updates when `root` was computed, and number of computations
+        }
+        self._remembers = remembers
+        self._states: dict[tuple[str, int], State] = {}  # of the rule and of the attack, by place
+        self.latest: AggregationInputs | None = None
+
+    @property
+    def needs_start_models(self) -> bool:
+        """Whether the models from which the workers start are needed."""
+        by_model = self._task.experiment.policy.component.work == "model"
+        return (by_model and (self.attacks or self.filters)) or self._rule.accepts("models")
+
+    def attackers(self, round: int) -> frozenset[int]:
+        """Return the IDs of the workers that send other vectors than they have computed, in `round`."""
+        return frozenset(self._task.byzantine.in_round(round)) if self.attacks else frozenset()
+
+    def attack(self, server: ServerState, arrival: Arrival, vector: Tensor) -> None:
+        """Replace a vector [d] that arrives at the server by what its worker sends, in place.
+
+        The attack knows the vectors that the workers have sent last, or those of them that no update of the global
+        model has used yet, as `attack.knows` says. The worker sends what it has computed if the attack needs more
+        vectors than have arrived so far.
+        """
+        attackers, slot = self.attackers(server.round), arrival.slot
+        if self._remembers:
+            self.tensors["received"][slot] = vector
+            self.tensors["received_from"][slot] = arrival.worker
+            self.tensors["received_at"][slot] = server.version
+        if arrival.worker not in attackers:
+            return
+        slots, rows = [slot], vector.unsqueeze(0)
+        if self._remembers:
+            known = self.tensors["received_from"].numpy() >= 0
+            if self._task.experiment.attack.knows == "buffer":
+                known &= self.tensors["received_at"].numpy() == server.version
+            slots = np.flatnonzero(known).tolist()
+            rows = self.tensors["received"][index_of(slots, vector.device)]
+        workers = self.tensors["received_from"][slots].tolist() if self._remembers else [arrival.worker]
+
+        def combine(changed: Tensor) -> Tensor:
+            return self._apply(server, changed, workers, (server.version,), remember=False).update
+
+        moment = arrival.worker, arrival.unit
+        try:
+            sent = self._attacked(rows, [worker in attackers for worker in workers], workers, moment, SERVER, combine)
+        except ExperimentError:
+            if len(slots) == server.n:  # all vectors are known
+                raise
+            return
+        vector.copy_(sent[slots.index(slot)])
+
+    def admit(self, server: ServerState, arrival: Arrival, vector: Tensor) -> bool:
+        """Apply the rule to a single vector [d], in place. Return False if the rule rejects it.
+
+        A rule rejects a vector by the coefficient 0.
+        """
+        start = server.replicas[arrival.slot].unsqueeze(0) if self._rule.accepts("models") else None
+        staleness = torch.tensor([arrival.staleness])
+        of_one = vector.unsqueeze(0)
+        result = self._apply(server, of_one, [arrival.worker], (server.version,), staleness=staleness, models=start)
+        if result.shares is not None and not result.shares.any():
+            server.stats.rejected[arrival.worker] += 1
+            return False
+        vector.copy_(result.update)
+        return True
+
+    def combine(self, server: ServerState, vectors: Tensor, workers: Sequence[int], **more: Any) -> Tensor:
+        """Return the result [d] of the rule for the vectors [k, d] of `workers`. `more` are more inputs of the rule."""
+        return self._apply(server, vectors, workers, (server.version,), **more).update
+
+    def mix(
+        self,
+        server: ServerState,
+        models: Tensor,
+        slot: int,
+        others: Sequence[int],
+        weights: Tensor,
+        moment: tuple[int, ...],
+    ) -> Tensor:
+        """Return the vector [d] by which a worker on a graph moves its model, if it receives the models of `others`.
+
+        Args:
+            server: server of the run.
+            models: model of each worker, [n, d].
+            slot: the worker that receives.
+            others: slots of the workers whose models it receives.
+            weights: weights of `others` and, last, of the worker itself, float64 [k + 1].
+            moment: key for random numbers.
+        """
+        attackers, slots = self.attackers(server.round), sorted([*others, slot])
+        order = torch.tensor([[*others, slot].index(other) for other in slots])
+        rows = models[index_of(slots, models.device)] - models[slot]
+        if slot not in attackers and not attackers.isdisjoint(others):
+            rows = self._from_attackers(server, rows, models, slot, slots, moment)
+        return self._apply(
+            server, rows, slots, moment, place=slot, weights=weights[order], own=slots.index(slot)
+        ).update
+
+    def _from_attackers(
+        self, server: ServerState, rows: Tensor, models: Tensor, slot: int, slots: list[int], moment: tuple[int, ...]
+    ) -> Tensor:
+        """Return the differences `rows` of the workers in `slots`, with those that Byzantine workers send to `slot`.
+
+        The attack knows the models of all neighbours of `slot`, even if only one of them sends its model.
+        """
+        attackers, (neighbours, weights) = self.attackers(server.round), server.neighbours(slot)
+        known = sorted([*neighbours.tolist(), slot])
+        of_known = np.insert(weights, known.index(slot), 1 - weights.sum())
+        is_attacker = [other in attackers for other in known]
+        of_attackers = torch.tensor(is_attacker)
+        differences = models[index_of(known, models.device)] - models[slot]
+
+        def combine(changed: Tensor) -> Tensor:
+            more: dict[str, Any] = {"weights": torch.from_numpy(of_known), "own": known.index(slot), "place": slot}
+            return self._apply(server, changed, known, moment, remember=False, **more).update
+
+        extra = {
+            "weights": torch.from_numpy(of_known)[~of_attackers],
+            "byzantine_weights": torch.from_numpy(of_known)[of_attackers],
+        }
+        sent = self._attacked(differences, is_attacker, known, (*moment, slot), slot, combine, **extra)
+        rows = rows.clone()
+        for position, other in enumerate(slots):
+            if other in attackers:
+                rows[position] = sent[known.index(other)]
+        return rows
+
+    def _attacked(
+        self,
+        rows: Tensor,
+        is_attacker: Sequence[bool],
+        workers: list[int],
+        moment: tuple[int, ...],
+        place: int,
+        combine: Callable[[Tensor], Tensor],
+        **more: Tensor,
+    ) -> Tensor:
+        """Return the known vectors `rows` [m, d] with what the Byzantine workers among them send."""
+        attack, of_attackers = self._attack, torch.tensor(is_attacker, device=rows.device)
+        honest, own = rows[~of_attackers], rows[of_attackers]
+        if not len(honest) and attack.needs_honest:
+            return rows
+
+        def aggregate(byzantine: Tensor) -> Tensor:
+            changed = rows.clone()
+            changed[of_attackers] = byzantine
+            return combine(changed)
+
+        sent, self._states["attack", place] = attack(
+            honest,
+            own,
+            seed=self._task.experiment.seed,
+            moment=moment,
+            last=self._last(place),
+            aggregate=aggregate,
+            workers=[worker for worker, attacks in zip(workers, is_attacker, strict=True) if not attacks],
+            state=self._states.get(("attack", place)),
+            **more,
+        )
+        changed = rows.clone()
+        changed[of_attackers] = sent
+        return changed
+
+    def _apply(
+        self,
+        server: ServerState,
+        rows: Tensor,
+        workers: Sequence[int],
+        moment: tuple[int, ...],
+        *,
+        place: int = SERVER,
+        weights: Tensor | None = None,
+        remember: bool = True,
+        **more: Any,
+    ) -> AggregationResult:
+        """Apply the rule to `rows` [k, d].
+
+        Args:
+            server: server of the run.
+            rows: vectors of the workers.
+            workers: IDs of the workers.
+            moment: key for random numbers.
+            place: `SERVER`, or the slot of the worker that combines vectors on a graph.
+            weights: weights of the vectors, for a rule that accepts weights.
+            remember: whether the rule keeps its state and result.
+            more: more inputs of the rule.
+        """
+        task, rule = self._task, self._rule
+        if not rule.accepts_weights:
+            weights = None
+        elif weights is None and rule.needs_weights:
+            weights = torch.ones(len(rows), dtype=torch.double)
+        inputs = AggregationInputs(
+            updates=rows,
+            weights=weights,
+            workers=list(workers),
+            seed=task.experiment.seed,
+            moment=moment,
+            state=self._states.get(("rule", place), {}),
+            last=self._last(place),
+            local_lr=task.experiment.local_lr,
+            sync="gradients" if task.experiment.sends_gradients else "parameters",
+            root=self._root(server) if rule.accepts("root") else None,
+            **more,
+        )
+        bad = [] if task.experiment.nonfinite == "keep" else bad_rows(rows)
+        finite = screen(task, server.round, inputs, bad)
+        result = rule(finite)
+        if task.experiment.nonfinite != "keep":
+            rule.require_finite_result(result.update, server.round)
+        if remember:
+            server.stats.excluded += [workers[position] for position in bad]
+            self.latest, self._states["rule", place] = inputs, result.state
+            if task.keeps_last:
+                self.tensors["last"][max(place, 0)] = result.update
+                self.tensors["has_last"][max(place, 0)] = 1
+        return result
+
+    def _last(self, place: int) -> Tensor | None:
+        """Return the previous result [d] of the rule, or None if there is none, or if it is not used."""
+        place = max(place, 0)
+        is_known = self._task.keeps_last and bool(self.tensors["has_last"][place])
+        return self.tensors["last"][place].clone() if is_known else None
+
+    def _root(self, server: ServerState) -> Tensor:
+        """Return the vector [d] that the server computes from its own samples, again every few updates."""
+        at, every = self.tensors["root_at"], self._task.experiment.aggregate.root_every
+        if int(at[1]) < 0 or server.version - int(at[0]) >= every:
+            at[0], at[1] = server.version, at[1] + 1
+            step = 0 if self._task.experiment.sends_gradients else None
+            slot, row = server.n, server.shared.cohort.rows[server.n]
+            row.copy_(server.global_row)
+            server.shared.cohort.buffers[slot] = server.global_buffers
+            server.train([WorkItem(slot, len(server.shared.data.shards), int(at[1]) + 1, None, step)])
+            self.tensors["root"].copy_(row if step == 0 else row - server.global_row)
+        return self.tensors["root"]
+
+    def keep_states(self, snapshot: Snapshot) -> None:
+        """Save the states of the rule and of the attack in a snapshot."""
+        for (kind, place), state in self._states.items():
+            snapshot.keep(state, f"{kind}_state.{place}.")
+
+    def resume_states(self, snapshot: Snapshot) -> None:
+        """Restore the states that `keep_states` has saved."""
+        for kind in ("rule", "attack"):
+            for name, tensor in snapshot.under(f"{kind}_state.").items():
+                place, _, key = name.partition(".")
+                self._states.setdefault((kind, int(place)), {})[key] = tensor.to(self._task.device)
