@@ -94,7 +94,7 @@ def experiments():
             "rows left out",
         )
     }
-    for registration in rule:
+    for registration in (each for each in rule if "models" not in each.takes):
         tables_by_name[f"rule: {registration.name}"] = {
             "attack": ATTACK,
             "aggregate": named(registration, "rule"),

@@ -38,7 +38,8 @@ RULES = {
     "caf": {"f": 3},
     "dnc": {"f": 3},
 }
-ELSEWHERE = {"weighted_mean", "qfedavg", "fltrust", "signguard"}  # tested below or in test_rules.py
+# tested below, in test_rules.py or in test_filters.py
+ELSEWHERE = {"weighted_mean", "qfedavg", "fltrust", "signguard", "zeno_plus_plus", "afl_guard", "kardam"}
 
 
 def normal(n, d):

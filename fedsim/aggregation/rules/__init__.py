@@ -1,5 +1,14 @@
 """Built-in aggregation rules and pre-aggregators, which are registered when this package is imported."""
 
-from fedsim.aggregation.rules import averages, clipping, order_statistics, pre_aggregators, selection, spectral, trust
+from fedsim.aggregation.rules import (
+    averages,
+    clipping,
+    filters,
+    order_statistics,
+    pre_aggregators,
+    selection,
+    spectral,
+    trust,
+)
 
-__all__ = ["averages", "clipping", "order_statistics", "pre_aggregators", "selection", "spectral", "trust"]
+__all__ = ["averages", "clipping", "filters", "order_statistics", "pre_aggregators", "selection", "spectral", "trust"]
