@@ -37,11 +37,12 @@ PRODUCTS = ("product_float64", "product_float32")
 PLAINLY = dict.fromkeys(KRUM_FAMILY, PRODUCTS) | {"median": ("torch_median",), "trimmed_mean": ("torch_sort",)}
 ENOUGH_TIME = 0.2  # minimum seconds of a short measurement, with repetitions
 STATUS = Path("/proc/self/status")
+RULES = [registration for registration in rule if "models" not in registration.takes]
 
 
 def params_of(name: str, f: int) -> dict[str, Any]:
     registration = rule.get(name)
-    enough = {"f": f, "c": 1.0}
+    enough = {"f": f, "c": 1.0, "lam": 1.5}
     return {key: value for key, value in enough.items() if registration.parameters.model_fields.get(key) is not None}
 
 
@@ -55,6 +56,8 @@ def ours(name: str, updates: Tensor, f: int) -> Callable[[], Tensor]:
         parameters["root"] = updates[0].clone()
     if "losses" in registration.takes:
         parameters["losses"] = torch.ones(len(updates))
+    if "own" in registration.takes:
+        parameters["own"] = 0
     return lambda: fedsim.aggregate(updates, name, **parameters)
 
 
@@ -121,7 +124,7 @@ def memory_of_rules(n: int, d: int) -> dict[str, float]:
     updates = some_updates(n, d)
     return {
         registration.name: memory(ours(registration.name, updates, largest_f(registration.name, n)), updates)
-        for registration in rule
+        for registration in RULES
     }
 
 
@@ -149,7 +152,7 @@ def measure(n: int, d: int, repeats: int, device: torch.device) -> dict[str, Any
         "torch_sort": lambda: updates.sort(0),
     }
     others, rules, times, needed = theirs(n // 5), {}, {}, memories(n, d) if device.type == "cpu" else {}
-    for registration in rule:
+    for registration in RULES:
         function = ours(registration.name, updates, largest_f(registration.name, n))
         against = {name: baselines[name] for name in PLAINLY.get(registration.name, ())}
         if registration.name in others:

@@ -94,12 +94,12 @@ def experiments():
             "rows left out",
         )
     }
+    on_graph = {**clock, "workers": 9, "cohort": None, "policy": {"name": "d_psgd", "topology": "complete"}}
     for registration in (each for each in rule if "models" not in each.takes):
         tables_by_name[f"rule: {registration.name}"] = {
             "attack": ATTACK,
             "aggregate": named(registration, "rule"),
-            "workers": 12,
-            "cohort": 11,
+            **(on_graph if "own" in registration.takes else {"workers": 12, "cohort": 11}),
         }
     for registration in pre_aggregator:
         rules = {"rule": [named(registration, "rule"), "median"]}
@@ -114,6 +114,7 @@ def experiments():
         tables_by_name[f"attack: {registration.name}"] = {
             "attack": attack,
             "aggregate": {"rule": "median", "nonfinite": "exclude"},
+            **(on_graph if "weights" in registration.takes else {}),
         }
     for registration in partition_strategy:
         if registration.name not in ("natural", "given"):  # whose shards come with the data

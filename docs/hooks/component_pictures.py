@@ -59,17 +59,21 @@ def _scatter(axes: Any, honest: torch.Tensor, byzantine: torch.Tensor) -> None:
     axes.set_aspect("equal", "datalim")
 
 
-def _rule(registration: Registration, axes: Any, parameters: dict[str, Any]) -> None:
+def _rule(registration: Registration, axes: Any, parameters: dict[str, Any]) -> bool:
+    if "models" in registration.takes:  # compares updates of different times
+        return False
     honest = _cloud()
     byzantine = torch.tensor([[-2.0, 1.6], [-1.8, 1.9], [-2.2, 1.8]], dtype=torch.double)
     rows = torch.cat([honest, byzantine])
     inputs = {"root": honest.mean(0) + 0.1} if "root" in registration.takes else {}
     inputs |= {"losses": torch.ones(len(rows))} if "losses" in registration.takes else {}
+    inputs |= {"own": 0} if "own" in registration.takes else {}
     aggregate = fedsim.pre_aggregate if registration.kind == "pre-aggregator" else fedsim.aggregate
     result = aggregate(rows, registration.name, **inputs, **parameters).reshape(-1, 2)
     _scatter(axes, honest, byzantine)
     axes.scatter(*result.T, s=70 if len(result) == 1 else 14, color=GREEN, marker="*", label="result", linewidths=0)
     axes.legend(frameon=False, fontsize=6, loc="lower left", handletextpad=0, borderaxespad=0)
+    return True
 
 
 def _attack(registration: Registration, axes: Any, parameters: dict[str, Any]) -> bool:

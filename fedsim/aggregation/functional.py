@@ -37,6 +37,7 @@ def aggregate(
     root: Any = None,
     losses: Tensor | Sequence[float] | None = None,
     last: Any = None,
+    own: int | None = None,
     seed: int = 0,
     nonfinite: Nonfinite = "error",
     **params: Any,
@@ -57,6 +58,7 @@ def aggregate(
         root: update computed on the server's own data (for fltrust), [d] or with the structure of one update.
         losses: loss of each worker (for qfedavg), [n].
         last: previous aggregate, where centered_clipping starts, [d] or with the structure of one update.
+        own: position of the aggregating worker's own row (for clipped_gossip, remove_then_clip, ios and bridge).
         seed: seed of random draws (for bucketing, dnc and signguard).
         nonfinite: how to treat updates that contain NaN or infinity: "error", "exclude" or "keep". Excluded updates
             count as Byzantine. Updates with weight 0 may contain NaN. With "keep", the result may contain NaN, and
@@ -91,6 +93,9 @@ def aggregate(
     inputs = AggregationInputs(updates, checked_weights(weights, n, pipeline), seed=seed)
     inputs.root = None if root is None else _checked("root", form.row(root, "root"), (d,), updates.device)
     inputs.last = None if last is None else _checked("last", form.row(last, "last"), (d,), updates.device)
+    if own is not None and (type(own) is not int or not 0 <= own < n):
+        raise ExperimentError(f"own = {show(own)}: must be the position of one of {n} updates, from 0 to {n - 1}")
+    inputs.own = own
     if losses is not None:
         inputs.losses = _checked("losses", losses, (n,), "cpu").double()
     return form.rebuild(aggregate_inputs(inputs, pipeline, nonfinite).update)

@@ -27,7 +27,7 @@ NEEDED = {
     "root": "root: is required by this rule; pass the update [d] computed on the server's own data",
     "losses": "losses: are required by this rule; pass each worker's loss at the global model, [n]",
     "models": "models: are required by this rule; use mode=clock or mode=race and a policy with a server",
-    "own": "own: is required by this rule; use a policy on a graph, such as policy=d_psgd",
+    "own": "own: is required by this rule; pass the position of the own row, or use policy=d_psgd",
 }
 
 
@@ -114,9 +114,10 @@ class AggregationInputs:
         value = getattr(self, name)
         if value is None and name in NEEDED:
             raise ExperimentError(NEEDED[name])
-        if name == "losses" and len(rows) != len(self.updates):
+        if name in ("losses", "own") and len(rows) != len(self.updates):
+            needed = "the loss of each worker" if name == "losses" else "the own row"
             raise ExperimentError(
-                f"{stage.name}: needs the loss of each worker, but a pre-aggregator has combined the "
+                f"{stage.name}: needs {needed}, but a pre-aggregator has combined the "
                 f"{len(self.updates)} updates into {len(rows)} rows; remove this pre-aggregator"
             )
         return value
@@ -167,6 +168,8 @@ def screened(
         return inputs, []
     if len(bad) == len(inputs.updates):
         raise DivergedError(f"all {len(bad)} updates contain NaN or infinity", "reduce local.lr, or scale large inputs")
+    if inputs.own in bad:
+        raise DivergedError("the own update contains NaN or infinity", "reduce local.lr, or scale large inputs")
     assert inputs.workers is not None
     weighted = [row for row in bad if inputs.weights is None or inputs.weights[row] > 0]
     if nonfinite == "error" and weighted:

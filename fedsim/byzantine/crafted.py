@@ -19,6 +19,7 @@ from torch import Tensor
 from fedsim.byzantine.base import Aggregate, attack_strategy
 from fedsim.byzantine.statistics import blocks_of, mean_and_std, mean_of
 from fedsim.errors import ExperimentError
+from fedsim.system.devices import wide_dtype
 
 Sign = Literal[-1, 1]
 Ddof = Literal[0, 1]
@@ -105,6 +106,33 @@ def ipm(honest: Tensor, *, eps: NonNegativeFloat = 0.1) -> Tensor:
             [-1.]])
     """
     return mean_of(honest).mul_(-eps)
+
+
+@attack_strategy("dissensus")
+def dissensus(honest: Tensor, weights: Tensor, byzantine_weights: Tensor, *, eps: NonNegativeFloat = 1.0) -> Tensor:
+    """Return the update that drives one receiver on a graph away from its honest neighbours (He et al. 2022).
+
+    The paper is "Byzantine-Robust Decentralized Learning via Self-Centered Clipping". The rows are differences to the
+    model x_i of the receiver. All attackers send x_i - eps sum_k W_ik (x_k - x_i) / sum_b W_ib, with a sum over the
+    honest workers k, and a sum over the attackers b. If the receiver averages with the weights W, its model does not
+    change for eps = 1, and moves away from the models of its honest neighbours for eps > 1.
+
+    Args:
+        honest: differences x_k - x_i of the h honest workers, [h, d].
+        weights: weights W_ik, [h].
+        byzantine_weights: weights W_ib of the b attackers, [b].
+        eps: magnitude of the factor, >= 0. The authors' experiments use 1.5.
+
+    Returns the difference [d] that all attackers send to this receiver. Cost: one pass over the honest rows.
+
+    >>> fedsim.attack(torch.tensor([[0.0], [1.0], [3.0]]), "dissensus", 2)
+    tensor([[-2.],
+            [-2.]])
+    """
+    total = honest.new_zeros(honest.shape[1], dtype=wide_dtype(honest.device))
+    for row, factor in zip(honest, (weights / byzantine_weights.sum()).tolist(), strict=True):
+        total.add_(row, alpha=-eps * factor)
+    return total
 
 
 @attack_strategy("min_max")

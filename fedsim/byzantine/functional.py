@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -28,6 +28,8 @@ def attack(
     own_updates: Any = None,
     last: Any = None,
     aggregate: Callable[[Tensor], Tensor] | None = None,
+    weights: Sequence[float] | Tensor | None = None,
+    byzantine_weights: Sequence[float] | Tensor | None = None,
     seed: int = 0,
     **params: Any,
 ) -> Any:
@@ -84,8 +86,18 @@ def attack(
             seed=seed,
             last=None if last is None else _checked("last", form.row(last, "last"), (d,), honest),
             aggregate=None if aggregate is None else _with_honest(honest, b, aggregate),
+            weights=_checked_weights("weights", weights, h),
+            byzantine_weights=_checked_weights("byzantine_weights", byzantine_weights, b),
         )
     return form.rebuild(rows)
+
+
+def _checked_weights(name: str, weights: Sequence[float] | Tensor | None, n: int) -> Tensor:
+    """Return `weights` as a float64 tensor [n] on the CPU. Raises ExperimentError unless they are n numbers > 0."""
+    values = torch.ones(n) if weights is None else torch.as_tensor(weights, device="cpu")
+    if values.shape != (n,) or not bool((values > 0).all()):
+        raise ExperimentError(f"{name} = {show(values.tolist())}: must be {n} numbers > 0")
+    return values.double()
 
 
 def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], honest: Tensor) -> Tensor:

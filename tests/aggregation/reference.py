@@ -201,3 +201,45 @@ def qfedavg(x, losses, q, lr):
     g = -x / lr
     h = sum(q * F ** (q - 1) * (row @ row) + F**q / lr for F, row in zip(losses, g, strict=True))
     return -sum(F**q * row for F, row in zip(losses, g, strict=True)) / h
+
+
+def gossip_weights(x, own, weights):
+    """Return the weights, by default equal ones, and the distances of all rows from the own row."""
+    weights = np.full(len(x), 1 / len(x)) if weights is None else weights
+    return weights, np.array([np.linalg.norm(row - x[own]) for row in x])
+
+
+def clipped_gossip(x, f, own, weights=None, tau=None, removes=False):
+    weights, away = gossip_weights(x, own, weights)
+    farthest = set(first_least(-away, f).tolist())
+    if tau is None:
+        spread = sum(weights[j] * away[j] ** 2 for j in range(len(x)) if j not in farthest)
+        tau = math.sqrt(spread / sum(weights[j] for j in farthest)) if f else math.inf
+    result = x[own].copy()
+    for j in range(len(x)):
+        if j != own and not (removes and j in farthest):
+            result += weights[j] * (x[j] - x[own]) * (1 if away[j] <= tau else tau / away[j])
+    return result
+
+
+def remove_then_clip(x, f, own, weights=None, tau=None):
+    return clipped_gossip(x, f, own, weights, tau, removes=True)
+
+
+def ios(x, f, own, weights=None):
+    weights, _ = gossip_weights(x, own, weights)
+    left = list(range(len(x)))
+
+    def centre():
+        return sum(weights[j] * x[j] for j in left) / sum(weights[j] for j in left)
+
+    for _ in range(f):
+        others = [j for j in left if j != own]
+        left.remove(others[first_least(-np.array([np.linalg.norm(x[j] - centre()) for j in others]))[0]])
+    return centre()
+
+
+def bridge(x, f, own):
+    n = len(x)
+    neighbours = np.sort(np.delete(x, own, axis=0), axis=0)[f : n - 1 - f]
+    return (neighbours.sum(0) + x[own]) / (n - 2 * f)

@@ -37,6 +37,10 @@ RULES = {
     "sign_vote": {},
     "caf": {"f": 3},
     "dnc": {"f": 3},
+    "clipped_gossip": {"f": 3, "own": 2},
+    "remove_then_clip": {"f": 3, "own": 2},
+    "ios": {"f": 3, "own": 2},
+    "bridge": {"f": 3, "own": 2},
 }
 # tested below, in test_rules.py or in test_filters.py
 ELSEWHERE = {"weighted_mean", "qfedavg", "fltrust", "signguard", "zeno_plus_plus", "afl_guard", "kardam"}
@@ -166,6 +170,16 @@ def test_qfedavg_matches_its_definition_for_small_losses_too(q, lr, scale):
     assert np.abs(ours.numpy() - expected).max() <= 1e-12 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("own", [0, 3])
+@pytest.mark.parametrize("params", [{"f": 0}, {"f": 2}, {"f": 6}, {"f": 2, "tau": 1.5}])
+@pytest.mark.parametrize("name", ["clipped_gossip", "remove_then_clip", "ios"])
+def test_a_rule_of_a_graph_uses_its_weights(name, params, own):
+    x, weights = normal(7, 6), np.array([0.1, 0.05, 0.3, 0.2, 0.05, 0.2, 0.1])
+    params = {"f": params["f"]} if name == "ios" else params
+    ours = fedsim.aggregate(torch.from_numpy(x), name, weights=2 * weights, own=own, **params).numpy()
+    assert np.allclose(ours, getattr(reference, name)(x, **params, own=own, weights=weights), rtol=0, atol=1e-12)
+
+
 def test_mda_of_a_hundred_rows_finds_the_honest_ones():
     x = torch.randn(100, 50, dtype=torch.double, generator=torch.Generator().manual_seed(0))
     x[::10] += 50
@@ -252,6 +266,12 @@ def test_signguard_uses_the_drawn_coordinates():
         ("qfedavg", {"losses": [1.0] * 9 + [-1.0]}, "losses must be >= 0; the smallest one is -1"),
         ("qfedavg", {"losses": ["a"] * 10}, r"losses: must be numbers of shape \(10,\), not"),
         (["bucketing", "qfedavg"], {"losses": [1.0] * 10}, "qfedavg: needs the loss of each worker, but a .* 5 rows"),
+        ("clipped_gossip", {"f": 10, "own": 0}, "clipped_gossip: needs f < n; here f = 10, n = 10"),
+        ("bridge", {"f": 5, "own": 0}, "bridge: needs n >= 2f \\+ 2; here f = 5, n = 10"),
+        ("ios", {"f": 1}, "own: is required by this rule"),
+        ("ios", {"f": 1, "own": 10}, "own = 10: must be the position of one of 10 updates, from 0 to 9"),
+        ("ios", {"f": 9, "own": 0, "weights": [0] + [1] * 9}, "ios: needs a row with a weight > 0"),
+        (["bucketing", "bridge"], {"f": 1, "own": 0}, "bridge: needs the own row, but a pre-aggregator .* 5 rows"),
         ("mda", {"f": 4, "nonfinite": "exclud"}, 'nonfinite = "exclud": did you mean "exclude"'),
     ],
 )

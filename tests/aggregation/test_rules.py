@@ -17,13 +17,15 @@ from tests.aggregation import reference
 
 
 def parameters_of(registration, updates, f=1):
-    """Return the arguments that a rule needs in `fedsim.aggregate` (f, c, lam, root, losses)."""
+    """Return the arguments that a rule needs in `fedsim.aggregate` (f, c, lam, root, losses, own)."""
     values = {"f": f, "c": 1.0 if registration.name == "dnc" else 2.0, "lam": 1.5}
     params = {name: value for name, value in values.items() if name in registration.parameters.model_fields}
     if "root" in registration.takes:
         params["root"] = updates[:3].double().mean(0).to(updates.dtype)
     if "losses" in registration.takes:
         params["losses"] = torch.arange(1.0, len(updates) + 1)
+    if "own" in registration.takes:
+        params["own"] = 0
     return params
 
 

@@ -214,6 +214,19 @@ def test_one_honest_row_has_no_standard_deviation(honest):
     assert torch.allclose(attack(honest[:1], "alie", 1, z=1.0, ddof=0), honest[:1])
 
 
+@pytest.mark.parametrize("eps", [1.0, 1.5])
+def test_dissensus_cancels_the_step_of_the_receiver_or_reverses_it(eps, honest):
+    """A receiver x adds sum_j W_j (x_j - x), which is zero for eps = 1."""
+    honest[2] = 0  # the receiver itself
+    weights, byzantine = np.array([0.1, 0.2, 0.05, 0.15, 0.05, 0.1, 0.1]), np.array([0.05, 0.15, 0.05])
+    rows = attack(honest, "dissensus", 3, weights=weights, byzantine_weights=byzantine, eps=eps).numpy()
+    of_honest = sum(w * x for w, x in zip(weights, honest.numpy(), strict=True))
+    assert np.allclose(of_honest + sum(w * x for w, x in zip(byzantine, rows, strict=True)), (1 - eps) * of_honest)
+    assert (rows == rows[0]).all()
+    with pytest.raises(ExperimentError, match=r"byzantine_weights = \[0.05, 0.15, 0.05\]: must be 2 numbers > 0"):
+        attack(honest, "dissensus", 2, byzantine_weights=byzantine)
+
+
 def test_ipm_is_the_mean_times_minus_eps(honest):
     mean, _ = column_moments(honest)
     for eps in (0.0, 0.5, 10):
@@ -556,8 +569,9 @@ def test_without_attackers_or_honest_rows(name, honest, own_updates):
     assert attack(honest[:1], name, 0).shape == (0, 33)
     registration = attack_strategy.get(name)
     bound = attack_strategy.bind(registration, registration.check({}))
-    arguments = {"aggregate": lambda rows: rows[0]}
-    if "honest" in bound.accepts and name != "sign_flipping":
+    weights = {"weights": torch.ones(0), "byzantine_weights": torch.ones(3)}
+    arguments = {"aggregate": lambda rows: rows[0], **weights}
+    if "honest" in bound.accepts and name not in ("sign_flipping", "dissensus"):
         with pytest.raises(ExperimentError, match="at least 1 honest worker, but|less than 0, the number of honest"):
             bound(own_updates[:0], own_updates, **arguments)
     else:

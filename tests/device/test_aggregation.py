@@ -26,8 +26,9 @@ N, F = 11, 2
 RULES = fedsim.rules()
 NAMES = [registration.name for registration in rule if "models" not in registration.takes]
 LINEAR = ["mean", "weighted_mean"]
-COLUMNWISE = ["median", "trimmed_mean", "meamed", "phocas", "sign_vote"]
+COLUMNWISE = ["median", "trimmed_mean", "meamed", "phocas", "sign_vote", "bridge"]
 SELECTIONS = ["krum", "multi_krum", "medoid", "mda", "smea", "cge", "aksel", "monna"]
+OF_GRAPHS = [registration.name for registration in rule if "own" in registration.takes]
 NEED_MORE = ["krum", "multi_krum", "bulyan", "foolsgold"]  # need more than one update
 UNREADABLE = ["qfedavg without q", "bucketing and median"]  # these read no numbers of the updates on the host
 BROKEN = [torch.nan, torch.inf, -torch.inf]
@@ -94,6 +95,8 @@ def aggregated(name, updates, **inputs):
         inputs["root"] = updates[0].nan_to_num(0, 0, 0) + updates[-1].nan_to_num(0, 0, 0)
     if name.startswith("qfedavg"):
         inputs["losses"] = torch.arange(1.0, len(updates) + 1)
+    if name in OF_GRAPHS and len(updates):
+        inputs["own"] = 0
     if name == "qfedavg without q":
         name, params = "qfedavg", {"q": 0.0}
     stages = ["bucketing", "median"] if name == "bucketing and median" else name

@@ -42,6 +42,10 @@ BOUNDS = {  # (launches, waits, uploads) of fedsim.aggregate, also for ten times
     "zeno_plus_plus": (8, 1, 2),
     "afl_guard": (7, 1, 1),
     "foolsgold": (7, 1, 0),
+    "clipped_gossip": (5, 1, 2),  # the weights go to the device and back with the distances
+    "remove_then_clip": (5, 1, 2),
+    "ios": (7, 1, 1),
+    "bridge": (7, 0, 0),
 }
 PIPELINES = {
     "nnm + median": (9, 1, 1),
@@ -76,6 +80,7 @@ def call_of(name, updates):
     names = name.split(" + ")
     inputs = {"root": updates[0].clone()} if name in ("fltrust", "zeno_plus_plus", "afl_guard") else {}
     inputs |= {"losses": torch.ones(len(updates))} if name == "qfedavg" else {}
+    inputs |= {"own": 0} if name in rule.names() and "own" in rule.get(name).takes else {}
     return lambda: fedsim.aggregate(updates, names, **parameters_of(names), **inputs)
 
 

@@ -4,6 +4,7 @@ from fedsim.aggregation.rules import (
     averages,
     clipping,
     filters,
+    neighbours,
     order_statistics,
     pre_aggregators,
     selection,
@@ -11,4 +12,14 @@ from fedsim.aggregation.rules import (
     trust,
 )
 
-__all__ = ["averages", "clipping", "filters", "order_statistics", "pre_aggregators", "selection", "spectral", "trust"]
+__all__ = [
+    "averages",
+    "clipping",
+    "filters",
+    "neighbours",
+    "order_statistics",
+    "pre_aggregators",
+    "selection",
+    "spectral",
+    "trust",
+]
