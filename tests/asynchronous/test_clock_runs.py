@@ -61,6 +61,7 @@ NEUTRAL = {
     "k_sync": {"k": 1},
     "k_async": {"k": 1},
     "backup_workers": {"backups": 0},
+    "basgd": {"b": 1},
     "fedasync": {"alpha": 1.0},
     "fedbuff": {},
     "async_local_sgd": {"lr": 1.0, "beta": 0.0},

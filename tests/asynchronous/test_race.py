@@ -28,6 +28,7 @@ COMPONENTS = "tests.asynchronous.race_components"
 PARAMETERS = {
     "k_sync": {"k": 2},
     "k_async": {"k": 2},
+    "basgd": {"b": 2},
     "easgd": {"alpha": 0.3, "period": 2},
     "eamsgd": {"alpha": 0.3, "period": 2},
     "fedasync": {"alpha": 0.5},

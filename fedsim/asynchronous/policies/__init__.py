@@ -1,6 +1,6 @@
 """The asynchronous policies. Importing this package registers them."""
 
-from fedsim.asynchronous.policies import decentralized, gradient_updates, model_updates, topologies
+from fedsim.asynchronous.policies import buffered, decentralized, gradient_updates, model_updates, topologies
 from fedsim.asynchronous.policies.policy import Arrival, Policy, policy
 from fedsim.asynchronous.policies.server import AsyncServer
 
@@ -8,6 +8,7 @@ __all__ = [
     "Arrival",
     "AsyncServer",
     "Policy",
+    "buffered",
     "decentralized",
     "gradient_updates",
     "model_updates",

@@ -202,6 +202,61 @@ def test_k_async_by_hand():
     assert run.clock.dispatcher.stats.discarded == 0
 
 
+# BASGD
+
+
+def middle(means):
+    return torch.stack(means).quantile(0.5, dim=0)
+
+
+def trimmed(means):
+    return torch.stack(means).sort(dim=0).values[1:-1].mean(0)
+
+
+COMBINED = {"mean": (lambda means: sum(means) / len(means), 0), "median": (middle, 0), "trimmed_mean": (trimmed, 1)}
+
+
+@pytest.mark.parametrize("kind", ["constant", "lognormal"])
+@pytest.mark.parametrize("name", COMBINED)
+@pytest.mark.parametrize("b", [3, 5])
+def test_basgd_matches_the_algorithm_of_the_paper(b, name, kind):
+    """A gradient of worker s is stored in buffer s mod b, and a step is taken when all buffers have changed."""
+    combined, f = COMBINED[name]
+    run = simulate(policy_of("basgd", b=b), delays_of([1.0, 2.7, 1.9, 4.3, 1.2], kind), rule={"rule": name}, f=f)
+    run.advance(60)
+    stored = [[] for _ in range(b)]
+
+    def rule(row, read, gradient, arrival, memory):
+        stored[arrival.worker % b].append(gradient)
+        if not all(stored):
+            return row
+        row = row - LR * combined([sum(gradients) / len(gradients) for gradients in stored])
+        for gradients in stored:
+            gradients.clear()
+        return row
+
+    assert same(run.row, replayed(run, rule))
+    assert run.server.version >= 4
+    assert run.server.policy.buffered(run.server) == sum(map(len, stored))
+
+
+def test_basgd_with_one_buffer_is_asgd_and_the_rule_is_a_filter():
+    rows = [
+        simulate(policy_of(name, **params), delays_of(SPEEDS), rule={"rule": "norm_clipping", "c": 0.5}).advance(40).row
+        for name, params in [("basgd", {"b": 1}), ("asgd", {})]
+    ]
+    assert same(*rows)
+
+
+def test_basgd_does_not_wait_for_buffers_whose_workers_have_left():
+    run = simulate(policy_of("basgd", b=3), delays_of([1.0, 1.5, 2.0]), rule={"rule": "median"}, departures={2: 5.0})
+    run.advance(4)
+    assert run.server.version == 1
+    run.advance(40)
+    assert run.server.version > 10
+    assert run.server.policy.buffered(run.server) <= 2
+
+
 # FedAsync
 
 
@@ -314,6 +369,7 @@ def test_dylu_ignores_departed_workers():
     [
         ("k_sync", {"k": 5}, "policy.k = 5: must be at most 4, the number of concurrent workers"),
         ("backup_workers", {"backups": 4}, "policy.backups = 4: must be less than 4, the number of concurrent"),
+        ("basgd", {"b": 5}, "policy.b = 5: must be at most 4, the number of concurrent workers"),
         ("fedasync", {"b": 1}, 'policy.b = 1: is only used with policy.staleness = "hinge"'),
         ("fedasync", {"staleness": "constant", "a": 2.0}, 'policy.a = 2: is only used with policy.staleness = "hinge"'),
     ],
