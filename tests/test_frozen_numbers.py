@@ -95,11 +95,13 @@ def experiments():
         )
     }
     on_graph = {**clock, "workers": 9, "cohort": None, "policy": {"name": "d_psgd", "topology": "complete"}}
-    for registration in (each for each in rule if "models" not in each.takes):
+    on_arrival = {**clock, "cohort": None, "policy": "asgd"}
+    for registration in rule:
+        needs = "own" if "own" in registration.takes else "models" if "models" in registration.takes else None
         tables_by_name[f"rule: {registration.name}"] = {
             "attack": ATTACK,
             "aggregate": named(registration, "rule"),
-            **(on_graph if "own" in registration.takes else {"workers": 12, "cohort": 11}),
+            **{"own": on_graph, "models": on_arrival, None: {"workers": 12, "cohort": 11}}[needs],
         }
     for registration in pre_aggregator:
         rules = {"rule": [named(registration, "rule"), "median"]}

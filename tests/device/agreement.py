@@ -42,7 +42,14 @@ ENGINES = {
 ROUNDING = 1e-9  # tolerance in float64, after a few rounds
 CLOSE = {"float64": ROUNDING, "float32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}  # tolerance of parameters, by precision
 
-VALUES = {"f": 2, "c": 1.0, "k": 2, "lam": 1.5, "b": 2, "personal": ["*.bias"]}  # values for parameters without a default
+VALUES = {
+    "f": 2,
+    "c": 1.0,
+    "k": 2,
+    "lam": 1.5,
+    "b": 2,
+    "personal": ["*.bias"],
+}  # values for parameters without a default
 FITTING = {  # for components whose defaults do not fit such small experiments
     "alie": {"z": 1.5},
     "fedrep": {"head_steps": 1},
