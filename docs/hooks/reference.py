@@ -258,7 +258,12 @@ def run_folder_page() -> str:
         "Every file is written whole or not at all.",
         "\n".join(["| file | |", "|---|---|", *files]),
     ]
-    kinds = {"A round": record.RoundRecord, "asynchronous": record.AsyncRecord, "race": record.RaceRecord}
+    kinds = {
+        "A round": record.RoundRecord,
+        "asynchronous": record.AsyncRecord,
+        "timeline": record.TimelineRecord,
+        "race": record.RaceRecord,
+    }
     for title, kind in kinds.items():
         described = attribute_docstrings(kind)
         rows = [f"| `{name}` | {cell(escaped(described.get(name, '')))} |" for name in kind.__dataclass_fields__]

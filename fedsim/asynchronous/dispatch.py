@@ -147,22 +147,22 @@ class RoundStats:
 
     Attributes:
         samples: maps each worker's ID to the number of training samples in its results that arrived.
-        staleness: maps each staleness to the number of results with this staleness.
+        results: maps (worker ID, staleness) to the number of this worker's results with this staleness.
         loss_sum: sum of the training losses of all samples.
         loss_samples: number of samples in `loss_sum`.
         up, down: number of models or gradients that workers sent (up) and received (down).
-        discarded: number of cancelled results.
+        cancelled: maps each worker's ID to the number of its results that were cancelled.
         excluded: for each result that was excluded because of NaN or infinity, the ID of its worker.
         rejected: maps each worker's ID to the number of its results that the aggregation rule has rejected.
     """
 
     samples: Counter[int] = field(default_factory=Counter)
-    staleness: Counter[int] = field(default_factory=Counter)
+    results: Counter[tuple[int, int]] = field(default_factory=Counter)
     loss_sum: float = 0.0
     loss_samples: int = 0
     up: int = 0
     down: int = 0
-    discarded: int = 0
+    cancelled: Counter[int] = field(default_factory=Counter)
     excluded: list[int] = field(default_factory=list)
     rejected: Counter[int] = field(default_factory=Counter)
 
@@ -170,6 +170,19 @@ class RoundStats:
     def train_loss(self) -> float:
         """Mean training loss per sample, or NaN if all results were excluded."""
         return self.loss_sum / self.loss_samples if self.loss_samples else math.nan
+
+    @property
+    def staleness(self) -> Counter[int]:
+        """Number of results for each staleness."""
+        counts: Counter[int] = Counter()
+        for (_, staleness), count in self.results.items():
+            counts[staleness] += count
+        return counts
+
+    @property
+    def dropped(self) -> Counter[int]:
+        """Number of results of each worker that were not used."""
+        return self.cancelled + Counter(self.excluded) + self.rejected
 
     def add(self, stats: RoundStats) -> None:
         """Add the statistics of another process to this object."""
@@ -289,7 +302,7 @@ class Dispatcher:
         stats.loss_sum += float(self._losses[slot]) * samples
         stats.loss_samples += samples
         if up:
-            stats.staleness[staleness] += 1
+            stats.results[item.worker, staleness] += 1
         server.end(slot, item.worker)
         if self._filters and policy.sends_results and not server.admits(arrival):
             policy.on_exclusion(server, slot)
@@ -298,10 +311,11 @@ class Dispatcher:
 
     def cancel(self, slot: int) -> None:
         """Cancel the current work of the worker in `slot`. The worker will start the same work again."""
-        self.scheduler.release(self.in_flight.pop(slot))
+        item = self.in_flight.pop(slot)
+        self.scheduler.release(item)
         self.untrained.discard(slot)
         self._nonfinite.discard(slot)
-        self.stats.discarded += 1
+        self.stats.cancelled[item.worker] += 1
 
     def state(self) -> dict[str, Any]:
         """Return the state after a round as a JSON-serializable dict. Tensors are not included."""

@@ -8,7 +8,7 @@ work items whose results are certain to be used.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush, nsmallest
 from typing import Any
@@ -17,6 +17,7 @@ from fedsim.asynchronous.dispatch import Dispatcher, DispatcherState, Scheduler,
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.core.snapshot import CheckpointModel, Counts, Number, Seconds
 from fedsim.errors import ExperimentError
+from fedsim.records.record import TimelineRecord
 from fedsim.training.batches import WorkItem
 
 Duration = Callable[[WorkItem, int, tuple[int, int]], float]
@@ -83,10 +84,12 @@ class VirtualClock:
         self._asked_at: int | None = None  # version of the global row at which the waiting slots were asked
         self._leaving: set[int] = set()  # slots whose pending event is their departure
         self._started: Counter[int] = Counter()  # work items, by worker
+        self._start_timeline()
 
     def run_round(self, round: int) -> None:
         """Simulate until the server has received as many results as in `round` synchronous rounds."""
         enough = round * self.dispatcher.scheduler.total_items_per_round()
+        self._start_timeline()
         while self.dispatcher.arrivals < enough:
             self.advance()
 
@@ -102,6 +105,19 @@ class VirtualClock:
         if self._policy.cancels and self._server.version != version:
             self._cancel_stale()
         return self.dispatcher.arrivals - arrivals
+
+    @property
+    def timeline(self) -> TimelineRecord:
+        """What each worker has done since the start of the round, until now."""
+        dispatcher, training, waiting = self.dispatcher, self._trained.copy(), self._waited.copy()
+        for slot, item in dispatcher.in_flight.items():
+            training[item.worker] += self.now - self._since[slot]
+        for slot in [*self._idle, *self._waiting]:
+            waiting[slot] += self.now - self._since[slot]
+        if self._server.n < dispatcher.scheduler.n_workers:  # idle slots belong to no worker
+            waiting.clear()
+        stats = dispatcher.stats
+        return TimelineRecord.of(training, waiting, stats.results, stats.dropped, stats.rejected)
 
     def state(self) -> dict[str, Any]:
         """Return the state after a round as a JSON-serializable dict. Tensors are not included."""
@@ -130,6 +146,12 @@ class VirtualClock:
         self._idle, self._waiting, self._asked_at = saved.idle, saved.waiting, saved.asked_at
         self._leaving, self._started = set(saved.leaving), Counter(dict(saved.started))
 
+    def _start_timeline(self) -> None:
+        """Count the workers' seconds from now on. `_since` has the time until which each slot is counted."""
+        self._since = [self.now] * self._server.n
+        self._trained: defaultdict[int, float] = defaultdict(float)  # seconds, by worker
+        self._waited: defaultdict[int, float] = defaultdict(float)
+
     def _start_idle(self) -> None:
         """Start all idle workers that may start now."""
         server, policy = self._server, self._policy
@@ -148,6 +170,9 @@ class VirtualClock:
         moved = self._policy.moved(self._server, slot, int(self._server.units[slot]) - 1)
         seconds = self._duration(item, self._started[item.worker], moved)
         self._started[item.worker] += 1
+        if waited := self.now - self._since[slot]:
+            self._waited[item.worker] += waited
+            self._since[slot] = self.now
         if self._departures and (remaining := self._departures.get(slot, math.inf) - self.now) < seconds:
             self._leaving.add(slot)
             seconds = max(0.0, remaining)
@@ -166,7 +191,9 @@ class VirtualClock:
 
         `arriving` contains the slots of all events at the current time.
         """
-        dispatcher = self.dispatcher
+        dispatcher, item = self.dispatcher, self.dispatcher.in_flight[slot]
+        self._trained[item.worker] += self.now - self._since[slot]
+        self._since[slot] = self.now
         if slot in self._leaving:
             self._leave(slot)
             return
@@ -203,6 +230,8 @@ class VirtualClock:
         self._leaving -= stale
         self._idle += stale
         for slot in stale:
+            self._trained[self.dispatcher.in_flight[slot].worker] += self.now - self._since[slot]
+            self._since[slot] = self.now
             self.dispatcher.cancel(slot)
 
     def _leave(self, slot: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
@@ -117,6 +117,7 @@ def _drop_huge(value: float | None, info: ValidationInfo) -> float | None:
 
 
 Number = Annotated[float | None, AfterValidator(_drop_huge)]
+Duration = Annotated[float, Field(ge=0, le=LARGEST)]
 Text = Annotated[str, AfterValidator(cut)]
 Named = Annotated[dict[Text, Number], Field(max_length=MOST_NAMES)]
 
@@ -157,6 +158,64 @@ class AsyncRecord(Record):
     """Number of results in the round that were cancelled or were too stale on arrival."""
     rejected: dict[Annotated[str, StringConstraints(pattern=r"^\d{1,18}$")], Count] = field(default_factory=dict)
     """Maps the ID of a worker to the number of its results in the round that the aggregation rule has rejected."""
+
+
+@record_class
+class TimelineRecord(Record):
+    """How each worker spent a round on the virtual clock. All lists have one number per worker in `workers`.
+
+    In an asynchronous round, `training` + `waiting` is the length of the round, unless the worker left
+    (`clock.departures`) or `cohort` is less than `workers`. Work that lasts several rounds counts in each of them.
+    """
+
+    workers: list[Count] = field(default_factory=list)
+    """IDs of the workers that were present. If `cohort` is less than `workers`: of the workers that trained."""
+    training: list[Duration] = field(default_factory=list)
+    """Virtual seconds that each worker trained, including the time for communication."""
+    waiting: list[Duration] = field(default_factory=list)
+    """Virtual seconds that each worker waited for other workers."""
+    used: list[Count] = field(default_factory=list)
+    """Number of each worker's results that were used."""
+    dropped: list[Count] = field(default_factory=list)
+    """Number of each worker's results that were cancelled, excluded or rejected."""
+    staleness: list[Duration] = field(default_factory=list)
+    """Mean staleness of each worker's used and rejected results, or 0 without such results."""
+
+    def __post_init__(self) -> None:
+        if len({len(getattr(self, item.name)) for item in fields(self)}) > 1:
+            raise ValueError("the lists of the timeline differ in length")
+        super().__post_init__()
+
+    @classmethod
+    def of(
+        cls,
+        training: Mapping[int, float],
+        waiting: Mapping[int, float],
+        results: Mapping[tuple[int, int], int],
+        dropped: Mapping[int, int],
+        rejected: Mapping[int, int],
+    ) -> TimelineRecord:
+        """Return the record of a round.
+
+        Args:
+            training, waiting: virtual seconds by worker ID.
+            results: number of results that arrived, by (worker ID, staleness).
+            dropped: number of results that were not used, by worker ID.
+            rejected: number of dropped results that are also in `results`, by worker ID.
+        """
+        arrived, stale = Counter[int](), Counter[int]()
+        for (worker, staleness), count in results.items():
+            arrived[worker] += count
+            stale[worker] += staleness * count
+        workers = sorted({*training, *waiting})
+        return cls(
+            workers=workers,
+            training=[training.get(worker, 0.0) for worker in workers],
+            waiting=[waiting.get(worker, 0.0) for worker in workers],
+            used=[max(0, arrived[worker] - rejected.get(worker, 0)) for worker in workers],
+            dropped=[dropped.get(worker, 0) for worker in workers],
+            staleness=[stale[worker] / max(1, arrived[worker]) for worker in workers],
+        )
 
 
 @record_class
@@ -272,6 +331,8 @@ class RoundRecord(Record):
     """Time on the virtual clock since the start of the run, or None without a clock."""
     asynchronous: AsyncRecord | None = None
     """Numbers of asynchronous training, or None for a synchronous round."""
+    timeline: TimelineRecord | None = None
+    """How each worker spent the round on the virtual clock, or None without a clock."""
     race: RaceRecord | None = None
     """Measurements of mode "race", or None in other modes."""
     metrics: Annotated[Named, Metric("{}", "by name", column="{}", tag="metrics/{}")] = field(default_factory=dict)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from fedsim.core.snapshot import CheckpointModel, Counts, Seconds
 from fedsim.delays import Delays
 from fedsim.errors import ExperimentError
+from fedsim.records.record import TimelineRecord
 from fedsim.records.round_stats import SentUpdates
 from fedsim.server import Cohort
 from fedsim.training.batches import WorkItems
@@ -57,6 +58,7 @@ class RoundClock:
         self._row_bytes, self._buffer_bytes, self._message_bytes = row_bytes, buffer_bytes, message_bytes
         self._started: Counter[int] = Counter()  # number of started rounds or steps, by worker
         self.now: float = 0.0
+        self._start_timeline()
 
     def require_workers(self, cohort: Cohort, strategy: Any, round: int) -> None:
         """Raise ExperimentError if an empty cohort would be drawn again and again, because no time passes.
@@ -95,6 +97,7 @@ class RoundClock:
             sent: bytes of each worker's updates after compression, by worker ID.
             broadcast: bytes that each worker receives with the setting `downlink`.
         """
+        self._start_timeline()
         received = self._row_bytes + self._message_bytes + 2 * self._buffer_bytes + broadcast
         self._pass({worker: (count, received + sum(sent[worker])) for worker, count in gradients.items()})
 
@@ -106,6 +109,7 @@ class RoundClock:
         Args:
             sent: bytes of each worker's gradients after compression, one number per step, by worker ID.
         """
+        self._start_timeline()
         for step in range(max(map(len, sent.values()), default=0)):
             work = {}
             for worker, sizes in sent.items():
@@ -113,6 +117,14 @@ class RoundClock:
                     ends = (step == 0) + (step == len(sizes) - 1)
                     work[worker] = (1, self._row_bytes + ends * self._buffer_bytes + sizes[step])
             self._pass(work)
+
+    def timeline(self, workers: Iterable[int], excluded: Iterable[int]) -> TimelineRecord | None:
+        """Return how the `workers` spent the last round, of which the results of `excluded` workers were not used."""
+        training = {worker: self._training[worker] for worker in workers}
+        waiting = {worker: self._length - seconds for worker, seconds in training.items()}
+        dropped = Counter(excluded)
+        results = {(worker, 0): self._sent[worker] for worker in training}
+        return TimelineRecord.of(training, waiting, results, dropped, dropped)
 
     def state(self) -> dict[str, Any]:
         """Return the state of the clock between two rounds, in JSON types, for a checkpoint."""
@@ -129,9 +141,20 @@ class RoundClock:
         Args:
             work: number of gradients that each worker computes, and bytes that it receives and sends, by worker ID.
         """
-        seconds = [self._delays.seconds(worker, self._started[worker], *amounts) for worker, amounts in work.items()]
+        longest = 0.0
+        for worker, amounts in work.items():
+            seconds = self._delays.seconds(worker, self._started[worker], *amounts)
+            self._training[worker] += seconds
+            longest = max(longest, seconds)
         self._started.update(work.keys())
-        self.now += max(seconds, default=0.0)
+        self._sent.update(work.keys())
+        self.now += longest
+        self._length += longest
+
+    def _start_timeline(self) -> None:
+        self._length = 0.0  # of the round
+        self._training: defaultdict[int, float] = defaultdict(float)  # seconds in the round, by worker
+        self._sent: Counter[int] = Counter()  # results in the round, by worker
 
 
 class NoClock:
@@ -144,6 +167,9 @@ class NoClock:
     def finish_round(self, task: RunTask, work: WorkItems, sent: SentUpdates, broadcast: int) -> None: ...
 
     def finish_steps(self, sent: SentUpdates) -> None: ...
+
+    def timeline(self, workers: Iterable[int], excluded: Iterable[int]) -> TimelineRecord | None:
+        return None
 
     def state(self) -> dict[str, Any]:
         return {}

@@ -170,6 +170,7 @@ class SynchronousRounds:
             bytes_down=kind.bytes_down(plan, stats.sent),
             samples=list(samples),
             virtual_seconds=self.clock.now,
+            timeline=self.clock.timeline(cohort.workers, stats.excluded),
             **means_of_workers,
             **tested.fields() | {"metrics": joined(means(stats.sent.metrics, stats.metrics), cohort.metrics, of_tests)},
         )

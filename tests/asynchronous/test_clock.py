@@ -138,7 +138,7 @@ def test_tied_arrivals_beyond_k_are_neither_taken_nor_computed():
     assert run.server.version == 4
     assert [arrival.slot for arrival in run.arrivals] == [0, 1] * 4
     assert [[item.slot for item in items] for items in run.trained] == [[0, 1]] * 4
-    assert run.clock.dispatcher.stats.discarded == 12
+    assert run.clock.dispatcher.stats.cancelled.total() == 12
     assert run.clock.dispatcher.stats.down == 20
     assert run.clock.dispatcher.stats.up == 8
 
@@ -180,7 +180,7 @@ def test_unfinished_work_of_a_departed_worker_never_arrives():
     assert [(arrival.slot, when) for arrival, when in zip(run.arrivals, run.times, strict=True)] == [
         *[(0, 1.0), (0, 2.0), (1, 2.0), (0, 3.0), (1, 4.0)]
     ]
-    assert run.clock.dispatcher.stats.discarded == 3
+    assert run.clock.dispatcher.stats.cancelled.total() == 3
     assert run.clock.dispatcher.stats.samples == Counter({0: 10, 1: 8})
     assert caught.value.lines == (
         "policy: deadlock at 4 virtual seconds, because no worker is busy and the policy lets no worker start; "

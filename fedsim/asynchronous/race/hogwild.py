@@ -79,7 +79,7 @@ class HogwildWorker(RaceWorker):
         up, down = self._policy.traffic(unit)
         stats.up += up
         stats.down += down
-        stats.staleness[staleness] += 1
+        stats.results[slot, staleness] += 1
         stats.samples[slot] += participant.batch_size
         if server.nonfinite != "keep" and not math.isfinite(gradient.sum()) and not bool(gradient.isfinite().all()):
             if server.nonfinite == "error":

@@ -40,7 +40,7 @@ class LoggedOrder:
     Raises ExperimentError as soon as an event differs from the log.
     """
 
-    now = None  # a replay has no virtual time
+    now = timeline = None  # a replay has no virtual time
 
     def __init__(
         self, log: Mapping[int, Sequence[LogEntry]], path: str, server: ServerState, scheduler: Scheduler, train: Train

@@ -85,6 +85,7 @@ class ClockLoop(Loop):
             seconds=timer.seconds,
             **work_of(stats, self._bytes_up, self._bytes_down),
             virtual_seconds=source.now,
+            timeline=source.timeline,
             asynchronous=async_record(stats, self._server.version, dispatcher.arrivals, policy.buffered(self._server)),
         )
 
@@ -135,7 +136,7 @@ def async_record(stats: RoundStats, updates: int, arrivals: int, buffered: int) 
         arrivals=arrivals,
         staleness=staleness,
         buffered=buffered,
-        discarded=stats.discarded,
+        discarded=stats.cancelled.total(),
         rejected={str(worker): count for worker, count in sorted(stats.rejected.items())},
     )
 
