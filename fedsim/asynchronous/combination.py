@@ -13,13 +13,14 @@ a worker receives from its Byzantine neighbours, so that they may send a differe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.aggregation import AggregationInputs
+from fedsim.aggregation import AggregationInputs, Pipeline
 from fedsim.aggregation.numerics.columns import bad_rows
 from fedsim.aggregation.pipeline import AggregationResult
 from fedsim.asynchronous.policies.policy import Arrival
@@ -33,8 +34,45 @@ from fedsim.training.weights import screen
 
 if TYPE_CHECKING:
     from fedsim.asynchronous.server_state import ServerState
+    from fedsim.config.experiment import Experiment
 
 SERVER = -1  # place of the server among those that combine vectors; on a graph, places are the workers' slots
+
+
+def inputs_of_combination(
+    experiment: Experiment,
+    rule: Pipeline,
+    moment: tuple[int, ...],
+    updates: Tensor,
+    workers: Sequence[int],
+    weights: Tensor | None = None,
+    **more: Any,
+) -> AggregationInputs:
+    """Return the inputs of `rule` in an asynchronous run, for the run itself and for `fedsim replay`.
+
+    Args:
+        experiment: experiment of the run.
+        rule: rule of the experiment, or another one that is applied to the same vectors.
+        moment: key for random numbers.
+        updates: vectors, [k, d].
+        workers: IDs of the workers that have sent them.
+        weights: weights of the vectors, [k], for a rule that accepts weights. None: equal weights.
+        more: further inputs by name.
+    """
+    if not rule.accepts_weights:
+        weights = None
+    elif weights is None and rule.needs_weights:
+        weights = torch.ones(len(updates), dtype=torch.double)
+    return AggregationInputs(
+        updates=updates,
+        weights=weights,
+        workers=list(workers),
+        seed=experiment.seed,
+        moment=moment,
+        local_lr=experiment.local_lr,
+        sync="gradients" if experiment.sends_gradients else "parameters",
+        **more,
+    )
 
 
 class Combination:
@@ -50,14 +88,15 @@ class Combination:
         filters: whether the rule is applied to each single vector that arrives.
         attacks: whether Byzantine workers send other vectors than those that they have computed.
         tensors: tensors by name that are shared by all processes of a race, and saved in checkpoints.
-        latest: inputs of the latest combination.
+        recorded: copies of the inputs of the latest combination in a round of `records.updates`, for `fedsim replay`.
+            On a graph, only honest workers count.
     """
 
     def __init__(self, task: RunTask, n: int, d: int) -> None:
         experiment = task.experiment
         policy, attack, self._rule = experiment.policy.component, experiment.attack.component, experiment.rule
         self._task, self._on_graph, self._attack = task, policy.uses_topology, attack
-        self.by_rule = not self._rule.is_mean
+        self.by_rule = not self._rule.is_mean or bool(experiment.records.updates)  # a mean may keep only a sum
         self.filters = self.by_rule and not self._on_graph and policy.sizes(n) == (1,)
         self.attacks = bool(task.byzantine) and attack.alters_rows
         remembers = self.attacks and not self._on_graph and not attack.row_by_row
@@ -73,7 +112,7 @@ class Combination:
         }
         self._remembers = remembers
         self._states: dict[tuple[str, int], State] = {}  # of the rule and of the attack, by place
-        self.latest: AggregationInputs | None = None
+        self.recorded: dict[str, Tensor] = {}
 
     @property
     def needs_start_models(self) -> bool:
@@ -257,23 +296,12 @@ class Combination:
             more: more inputs of the rule.
         """
         task, rule = self._task, self._rule
-        if not rule.accepts_weights:
-            weights = None
-        elif weights is None and rule.needs_weights:
-            weights = torch.ones(len(rows), dtype=torch.double)
-        inputs = AggregationInputs(
-            updates=rows,
-            weights=weights,
-            workers=list(workers),
-            seed=task.experiment.seed,
-            moment=moment,
-            state=self._states.get(("rule", place), {}),
-            last=self._last(place),
-            local_lr=task.experiment.local_lr,
-            sync="gradients" if task.experiment.sends_gradients else "parameters",
-            root=self._root(server) if rule.accepts("root") else None,
-            **more,
-        )
+        more |= {"state": self._states.get(("rule", place), {}), "last": self._last(place)}
+        more["root"] = self._root(server) if rule.accepts("root") else None
+        inputs = inputs_of_combination(task.experiment, rule, moment, rows, workers, weights, **more)
+        is_recorded = remember and server.round in task.experiment.records.updates
+        if is_recorded and place not in self.attackers(server.round):
+            self.recorded = self._copies(server, replace(inputs, weights=weights), place)
         bad = [] if task.experiment.nonfinite == "keep" else bad_rows(rows)
         finite = screen(task, server.round, inputs, bad)
         result = rule(finite)
@@ -281,11 +309,25 @@ class Combination:
             rule.require_finite_result(result.update, server.round)
         if remember:
             server.stats.excluded += [workers[position] for position in bad]
-            self.latest, self._states["rule", place] = inputs, result.state
+            self._states["rule", place] = result.state
             if task.keeps_last:
                 self.tensors["last"][max(place, 0)] = result.update
                 self.tensors["has_last"][max(place, 0)] = 1
         return result
+
+    def _copies(self, server: ServerState, inputs: AggregationInputs, place: int) -> dict[str, Tensor]:
+        """Return the inputs of a combination as copied tensors by name, as `fedsim replay` reads them."""
+        byzantine = set(map(server.policy.sender, self._task.byzantine.in_round(server.round)))
+        tensors = {
+            name: getattr(inputs, name) for name in ("updates", "weights", "staleness", "models", "root", "last")
+        }
+        tensors |= {f"state.{name}": tensor for name, tensor in (inputs.state or {}).items()}
+        numbers: dict[str, Any] = {"workers": inputs.workers, "moment": inputs.moment, "version": [server.version]}
+        numbers |= {"byzantine": [worker in byzantine for worker in inputs.workers or ()]}
+        if place != SERVER:
+            numbers |= {"receiver": [place], "own": [inputs.own]}
+        tensors |= {name: torch.tensor(values) for name, values in numbers.items()}
+        return {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items() if tensor is not None}
 
     def _last(self, place: int) -> Tensor | None:
         """Return the previous result [d] of the rule, or None if there is none, or if it is not used."""

@@ -222,6 +222,8 @@ def _algorithm(experiment: Experiment) -> str:
     described = f"{policy.name} ({params})" if params else policy.name
     if policy.component.in_rounds:
         described = f"{experiment.aggregate.label} of {_aggregated(experiment)}"
+    elif not experiment.rule.is_mean:
+        described = f"{experiment.aggregate.label} with {described}"
     if count := experiment.group_count:
         every = f"{experiment.group_rounds} rounds" if experiment.group_rounds > 1 else "round"
         byzantine = experiment.top_attack.count(count)

@@ -68,10 +68,14 @@ class KeptUpdates(Callback):
 
     def on_round(self, record: RoundRecord) -> None:
         run, wanted = self._run, self._run.experiment.records.updates
-        if run.recorded and run.experiment.in_rounds and record.cohort and record.round in wanted:
+        if not run.recorded or not record.cohort or record.round not in wanted:
+            return
+        if run.experiment.in_rounds:
             updates = latest_updates(run.task, run.engine, record)
-            if run.folder:
-                run.folder.updates(record.round, updates)
+        else:
+            updates = run.loop.take_combination()
+        if run.folder and updates:
+            run.folder.updates(record.round, updates)
 
 
 def latest_updates(task: RunTask, engine: Engine, record: RoundRecord) -> dict[str, Tensor]:
@@ -95,9 +99,8 @@ def latest_updates(task: RunTask, engine: Engine, record: RoundRecord) -> dict[s
         "workers": torch.tensor(context.workers),
         "samples": torch.tensor(context.samples),
         "byzantine": torch.tensor([worker in byzantine for worker in context.workers]),
+        "moment": torch.tensor(context.moment),
     }
-    if len(context.moment) > 1:
-        updates["step"] = torch.tensor(context.moment[1:])
     if last is not None:
         updates["last"] = torch.from_numpy(last)
     if task.experiment.rule.accepts("root"):

@@ -135,17 +135,13 @@ def replay(
 ) -> None:
     """Apply different rules to a recorded round of a run ('records.updates=[1,5]'), and compare the results."""
     with errors_as_lines("fedsim.cli.rule_replay"):
-        from fedsim.cli.rule_replay import applicable_rules, load_round, replay_json, replay_table
+        from fedsim.cli.rule_replay import load_round, replay_json, replay_table
         from fedsim.cli.rule_replay import replay as replay_rules
         from fedsim.comparison.axes import split_at_commas
         from fedsim.config.overrides import parse_value
 
         stored = load_round(folder, round, allow_imports=allow_imports)
-        chosen = (
-            [parse_value(text.strip(), "--rules") for text in split_at_commas(rules)]
-            if rules
-            else applicable_rules(stored)
-        )
+        chosen = [parse_value(text.strip(), "--rules") for text in split_at_commas(rules)] if rules else None
         results = replay_rules(stored, chosen)
         print(replay_json(stored, results) if json else replay_table(stored, results, terminal_columns()))
 

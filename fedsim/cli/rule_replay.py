@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import time
 from collections.abc import Sequence
@@ -18,11 +19,12 @@ from torch import Tensor
 from fedsim.aggregation import AggregationInputs, Gram, Pipeline, make_pipeline, resolve, screened
 from fedsim.aggregation import rule as rules_by_name
 from fedsim.aggregation.resolve import FORMS
+from fedsim.asynchronous.combination import inputs_of_combination
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
 from fedsim.core.import_policy import reading_stored_run
 from fedsim.core.text_wrapping import hang
-from fedsim.errors import ExperimentError, RecordError, called, cut, show
+from fedsim.errors import ExperimentError, RecordError, called, cut, plural, show
 from fedsim.records.formatting import label
 from fedsim.records.history import not_a_run
 from fedsim.records.reader import read_partition
@@ -34,18 +36,28 @@ from fedsim.training.weights import weights_for_rule
 FILE = re.compile(r"updates-(\d+)\.safetensors$")
 MOST_BYTES = 2**40  # maximum size of a file of updates, which is memory-mapped
 FLOATS, WHOLE = (torch.float32, torch.float64), (torch.int64,)
-STORED = {  # dtypes and shape by name; some are only stored for rules that use them, `step` only of gradients
+STORED = {  # dtypes and shape by name; "m" is any length
     "updates": (FLOATS, "nd"),
     "workers": (WHOLE, "n"),
-    "samples": (WHOLE, "n"),
     "byzantine": ((torch.bool,), "n"),
+    "moment": (WHOLE, "m"),  # seeds the rule's random draws: (round,), (round, step), or that of `Combination`
+    # only of synchronous rounds
+    "samples": (WHOLE, "n"),
+    "cohort_weights": (FLOATS, "n"),
+    # only of asynchronous policies
+    "version": (WHOLE, "1"),  # number of updates of the global model before the combination
+    "receiver": (WHOLE, "1"),  # worker that combines, on a graph
+    "weights": (FLOATS, "n"),
+    "staleness": (WHOLE, "n"),
+    # only for rules that use them
     "root": (FLOATS, "d"),
     "losses": (FLOATS, "n"),
     "last": (FLOATS, "d"),
-    "cohort_weights": (FLOATS, "n"),
-    "step": (WHOLE, "1"),
+    "models": (FLOATS, "nd"),
+    "own": (WHOLE, "1"),
 }
-OPTIONAL = {"root", "losses", "last", "cohort_weights", "step"}
+REQUIRED, OF_RULES = {"updates", "workers", "byzantine", "moment"}, {"root", "losses", "last", "models", "own"}
+STATE = "state."  # prefix of the tensors that the rule returned in the previous aggregation
 CHOSEN = 1e-6  # a worker counts as chosen if its coefficient exceeds this fraction of the largest coefficient
 
 
@@ -56,8 +68,8 @@ class Replayed:
     Attributes:
         rule: name and parameters of the rule.
         update: aggregated update [d].
-        shares: coefficient of each worker's update in the result, by worker ID; None if the result is not a linear
-            combination of the updates.
+        shares: coefficient of each worker's update in the result, by worker ID. Several updates of one worker count
+            together. None if the result is not a linear combination of the updates.
         byzantine_share: sum of the absolute coefficients of Byzantine workers, divided by that of all workers; None
             if `shares` is None.
         distance: Euclidean distance between the aggregated update and the mean of the honest updates.
@@ -86,6 +98,10 @@ class Replayed:
 class StoredRound:
     """Updates of one round, loaded from a run folder.
 
+    With an asynchronous policy, these are the vectors of the last combination in the round, on a graph that of the last
+    honest worker that combined vectors. The vectors are gradients, updates or, on a graph, differences of models. The
+    workers of the policy `basgd` are its buffers.
+
     Attributes:
         experiment: experiment of the run.
         round: number of the round.
@@ -106,7 +122,31 @@ class StoredRound:
     @property
     def byzantine(self) -> list[int]:
         """IDs of the Byzantine workers that sent an update."""
-        return self.tensors["workers"][self.tensors["byzantine"]].tolist()
+        return list(dict.fromkeys(self.tensors["workers"][self.tensors["byzantine"]].tolist()))
+
+    @property
+    def place(self) -> str:
+        """The round and, with an asynchronous policy, the update, the worker that combines, and the staleness."""
+        parts, tensors = [f"round {self.round}"], self.tensors
+        if "version" in tensors:
+            parts.append(f"update {int(tensors['version']) + 1}")
+        if "receiver" in tensors:
+            parts.append(f"at worker {called(int(tensors['receiver']), self.names)}")
+        if "staleness" in tensors:
+            least, most = int(tensors["staleness"].min()), int(tensors["staleness"].max())
+            parts.append(f"staleness {least}" + f" to {most}" * (most > least))
+        return ", ".join(parts)
+
+    @property
+    def own(self) -> int | None:
+        """Position of the row of the worker that combines, on a graph; None if a server combines."""
+        return int(self.tensors["own"]) if "own" in self.tensors else None
+
+    @property
+    def dry_inputs(self) -> dict[str, Any]:
+        """Inputs that a rule needs for `Pipeline.dry_run`, in addition to its own ones."""
+        models = {"models": torch.zeros(len(self.workers), 8).double()} if "models" in self.tensors else {}
+        return {"own": self.own, **models}
 
     @property
     def honest_mean(self) -> Tensor:
@@ -158,7 +198,8 @@ def load_round(folder: str | Path, round: int | None = None, *, allow_imports: b
 def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | None:
     """Return what is wrong with the stored tensors of a round; None if they are valid."""
     by_probability = experiment.aggregate.weights == "inverse_probability"
-    required = set(STORED) - OPTIONAL | ({"cohort_weights"} if by_probability else set())
+    of_rounds = {"samples"} | ({"cohort_weights"} if by_probability else set())
+    required = REQUIRED | (of_rounds if experiment.in_rounds else {"version"})
     if missing := required - set(tensors):
         return f"it lacks {', '.join(sorted(missing))}"
     n, d = (*tensors["updates"].shape, 0, 0)[:2]
@@ -166,21 +207,22 @@ def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | N
         return f"updates: must be [n, d] with at least one row, not {list(tensors['updates'].shape)}"
     for name in (name for name in STORED if name in tensors):
         kinds, shape = STORED[name]
-        wanted = [{"n": n, "d": d, "1": 1}[size] for size in shape]
+        wanted = [{"n": n, "d": d, "1": 1, "m": tensors[name].numel()}[size] for size in shape]
         if tensors[name].dtype not in kinds or list(tensors[name].shape) != wanted:
             actual = f"{str(tensors[name].dtype).removeprefix('torch.')} {list(tensors[name].shape)}"
             return f"{cut(name)}: must be {kinds[0]} {wanted}, not {actual}".replace("torch.", "")
     workers = tensors["workers"]
-    if len(workers.unique()) < n or not 0 <= int(workers.min()) <= int(workers.max()) < experiment.workers:
-        return f"workers: must be {n} worker IDs from 0 to {experiment.workers - 1}, without duplicates"
-    if int(tensors["samples"].min()) < 0:
-        return "samples: must be at least 0"
-    if "step" in tensors and int(tensors["step"]) < 0:
-        return "step: must be at least 0"
+    duplicates = experiment.in_rounds and len(workers.unique()) < n
+    if duplicates or not 0 <= int(workers.min()) <= int(workers.max()) < experiment.workers:
+        return f"workers: must be {n} worker IDs from 0 to {experiment.workers - 1}, without duplicates in a round"
+    limits = {"samples": math.inf, "moment": math.inf, "version": math.inf, "staleness": math.inf, "own": n}
+    for name, limit in (limits | {"receiver": experiment.workers}).items():
+        if name in tensors and not 0 <= int(tensors[name].min()) <= int(tensors[name].max()) < limit:
+            return f"{name}: must be at least 0" + (f" and less than {limit}" if limit < math.inf else "")
     return None
 
 
-def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:
+def replay(stored: StoredRound, rules: Sequence[Any] | None = None) -> list[Replayed]:
     """Apply several aggregation rules to the updates of a stored round, and return one result per rule.
 
     The number of Byzantine workers that each rule assumes, and the weights, are those of the experiment. Updates with
@@ -188,13 +230,16 @@ def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:
 
     Args:
         stored: stored round.
-        rules: rules to apply. Each is a name, a list as in `aggregate.rule`, or a dict with the key "rule".
+        rules: rules to apply. Each is a name, a list as in `aggregate.rule`, or a dict with the key "rule". None: all
+            `applicable_rules`, without those that refuse these updates.
 
     Raises ExperimentError if a rule is unknown or cannot be applied.
     """
+    refusals = (ExperimentError,) if rules is None else ()
+    rules = applicable_rules(stored) if rules is None else rules
     pipelines = [_pipeline(rule, stored.experiment.f) for rule in rules]
     for pipeline in pipelines:
-        pipeline.dry_run(len(stored.workers))
+        pipeline.dry_run(len(stored.workers), **stored.dry_inputs)
     grams: dict[int, Gram] = {}  # by number of updates
     results = []
     for rule, pipeline in zip(rules, pipelines, strict=True):
@@ -203,7 +248,8 @@ def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:
         if pipeline.accepts("gram"):
             n = len(cohort.updates)
             cohort.gram = grams[n] = grams.get(n) or Gram(cohort.updates)
-        results.append(_measured(stored, pipeline, cohort, label(rule)))
+        with contextlib.suppress(*refusals):
+            results.append(_measured(stored, pipeline, cohort, label(rule)))
     return results
 
 
@@ -212,11 +258,11 @@ def applicable_rules(stored: StoredRound) -> list[str]:
     names = []
     for registration in rules_by_name:
         required = {name for name, field in registration.parameters.model_fields.items() if field.is_required()}
-        lacking = OPTIONAL & set(registration.takes) - set(stored.tensors)
+        lacking = OF_RULES & set(registration.takes) - set(stored.tensors)
         if required <= {"f"} and not lacking:
             with contextlib.suppress(ExperimentError):
                 pipeline = _pipeline(registration.name, stored.experiment.f)
-                pipeline.dry_run(len(stored.workers), workers=stored.workers)
+                pipeline.dry_run(len(stored.workers), workers=stored.workers, **stored.dry_inputs)
                 names.append(registration.name)
     return names
 
@@ -232,17 +278,16 @@ def _pipeline(rule: Any, f: int) -> Pipeline:
 
 def _cohort(stored: StoredRound, pipeline: Pipeline) -> AggregationInputs:
     tensors, experiment, workers = stored.tensors, stored.experiment, stored.workers
-    samples, step = tensors["samples"].tolist(), tensors["step"].tolist() if "step" in tensors else []
-    return inputs_of(
-        experiment,
-        (stored.round, *step),
-        updates=tensors["updates"],
-        workers=workers,
-        weights=weights_for_rule(experiment, pipeline, workers, samples, lambda: tensors["cohort_weights"].double()),
-        root=tensors.get("root"),
-        losses=tensors.get("losses"),
-        last=tensors.get("last"),
-    )
+    given: dict[str, Any] = {name: tensors.get(name) for name in ("root", "losses", "last", "models", "staleness")}
+    moment, updates = tuple(tensors["moment"].tolist()), tensors["updates"]
+    if not experiment.in_rounds:
+        state = {name.removeprefix(STATE): tensor for name, tensor in tensors.items() if name.startswith(STATE)}
+        given["own"] = stored.own
+        given["state"] = state if pipeline.name == experiment.rule.name else {}
+        return inputs_of_combination(experiment, pipeline, moment, updates, workers, tensors.get("weights"), **given)
+    samples = tensors["samples"].tolist()
+    weights = weights_for_rule(experiment, pipeline, workers, samples, lambda: tensors["cohort_weights"].double())
+    return inputs_of(experiment, moment, updates=updates, workers=workers, weights=weights, **given)
 
 
 def _measured(stored: StoredRound, pipeline: Pipeline, cohort: AggregationInputs, label: str) -> Replayed:
@@ -252,10 +297,11 @@ def _measured(stored: StoredRound, pipeline: Pipeline, cohort: AggregationInputs
     shares: dict[int, float] | None = None
     byzantine_share: float | None = None
     if outcome.shares is not None and cohort.workers is not None:
-        shares = dict.fromkeys(stored.workers, 0.0)
-        shares |= zip(cohort.workers, outcome.shares.tolist(), strict=True)
-        total = sum(map(abs, shares.values()))
-        byzantine = sum(abs(shares[worker]) for worker in stored.byzantine)
+        shares, attackers, byzantine = dict.fromkeys(stored.workers, 0.0), set(stored.byzantine), 0.0
+        for worker, share in zip(cohort.workers, outcome.shares.tolist(), strict=True):
+            shares[worker] += share
+            byzantine += abs(share) * (worker in attackers)
+        total = float(outcome.shares.abs().sum())
         byzantine_share = byzantine / total if total else 0.0
     update, honest = outcome.update.double(), stored.honest_mean
     cosine = float(update @ honest / (update.norm() * honest.norm()))
@@ -270,7 +316,7 @@ def replay_table(stored: StoredRound, results: Sequence[Replayed], columns: int 
     attackers = ", ".join(called(worker, stored.names) for worker in stored.byzantine)
     byzantine = f"[{attackers}]" if attackers else "none"
     lines = [
-        f"round {stored.round}: {len(stored.workers)} updates, of Byzantine workers {byzantine}; "
+        f"{stored.place}: {plural(len(stored.workers), 'update')}, of Byzantine workers {byzantine}; "
         f"|honest mean| = {float(stored.honest_mean.norm()):.4g}",
         f"{'rule':<{width}}  {'distance':>10}  {'angle':>7}  {'byzantine':>9}  {'ms':>8}  workers that counted",
     ]
@@ -288,7 +334,12 @@ def replay_json(stored: StoredRound, results: Sequence[Replayed]) -> str:
     """Return the results as JSON text, without the aggregated updates."""
     fields = ("rule", "shares", "byzantine_share", "distance", "angle", "seconds")
     rules = [{field: getattr(result, field) for field in fields} for result in results]
-    return to_json({"round": stored.round, "byzantine": stored.byzantine, "rules": rules})
+    arrivals: dict[str, Any] = {}
+    if not stored.experiment.in_rounds:
+        tensors = {name: stored.tensors[name] for name in ("workers", "staleness") if name in stored.tensors}
+        places = {name: int(stored.tensors[name]) for name in ("version", "receiver") if name in stored.tensors}
+        arrivals = places | {name: tensor.tolist() for name, tensor in tensors.items()}
+    return to_json({"round": stored.round, "byzantine": stored.byzantine, **arrivals, "rules": rules})
 
 
 def _described(result: Replayed, names: Sequence[str | None]) -> str:

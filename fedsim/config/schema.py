@@ -859,7 +859,8 @@ class Records(Table):
     """Optional files in the run folder, and loggers for the numbers of each round."""
 
     updates: list[PositiveCount] = Field(default=[])
-    """Rounds whose updates are recorded for `fedsim replay`."""
+    """Rounds whose updates are recorded for `fedsim replay`. With an asynchronous policy, the vectors that the rule
+    combines last in the round. Means then combine whole vectors too, which may change the rounding."""
     model: bool = True
     """Whether to save the trained model."""
     curve: bool = True

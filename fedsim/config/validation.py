@@ -190,7 +190,7 @@ def _unused_keys(experiment: Settings) -> Iterator[tuple[str, Iterable[str]]]:
     else:
         yield (
             f"policy={experiment.policy.name}",
-            {"sync", "switch_after_round", "processors", "downlink", "records.updates"}
+            {"sync", "switch_after_round", "processors", "downlink"}
             | {"sampling", "sampling.dropout_rate"}
             | {"aggregate.weights"}
             | ({"server"} if not policy.uses_server_optimizer else set()),
@@ -709,6 +709,9 @@ def _check_combination(experiment: Settings, policy: Policy) -> Iterator[str]:
             yield f"{setting}: needs a lock in a race, but {where} has none; use policy=locked or mode=clock"
         elif keeps_state[setting]:
             yield f"{setting}: keeps a state between updates, which a race does not support; use mode=clock"
+    if mode == "race" and experiment.records.updates:
+        log = " and, to repeat a race, clock.replay_log=RUN/race.csv" if policy.locking == "server" else ""
+        yield f"records.updates: is not supported in a race; use mode=clock{log}"
     if rule.accepts("losses"):
         yield f"{experiment.aggregate.setting}: needs losses of a cohort, but {where} has no cohorts; use policy=sync"
     if policy.uses_topology and rule.accepts("root"):

@@ -201,8 +201,8 @@ class RunFolder:
     def updates(self, round: int, tensors: dict[str, Tensor]) -> None:
         """Write the inputs of the aggregation rule in a round, for `fedsim replay`.
 
-        `tensors` has updates [n, d], workers int64 [n], samples int64 [n] and byzantine bool [n], and, if the rule
-        needs them, root [d] and losses [n], for n workers and d parameters.
+        `tensors` has updates [n, d], workers int64 [n], byzantine bool [n] and more inputs, as in `STORED` of
+        `fedsim.cli.rule_replay`.
         """
         self.write(UPDATES.format(round=round), save(tensors, metadata={"round": str(round)}))
 

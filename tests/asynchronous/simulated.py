@@ -146,6 +146,7 @@ def simulate(
     tables = {key: SimpleNamespace(component=component) for key, component in components.items()}
     tables["policy"].topology = Topology.model_validate(topology)
     tables["attack"] = Attack(**(attack or {}))
+    tables["records"] = SimpleNamespace(updates=[])
     experiment = SimpleNamespace(**tables, seed=seed, buffers=buffers, nonfinite="error")
     experiment.rule = Aggregate(**(rule or {})).pipeline(f)
     experiment.local_lr, experiment.sends_gradients = LR, chosen.work == "gradient"

@@ -168,6 +168,10 @@ def test_the_table_of_a_run_on_the_clock_has_virtual_seconds_updates_and_stalene
             "; ssp (s = 3) on the virtual clock (linear slowdowns, lognormal noise)",
         ),
         ({"mode": "clock", "policy": "fedbuff", "cohort": 2}, "3 workers, 2 at a time; "),
+        (
+            {"mode": "clock", "policy": {"name": "k_async", "k": 2}, "aggregate": "median"},
+            "; median with k_async (k = 2) on",
+        ),
         ({"cohort": 2}, "3 workers, 2 per round; 2 rounds; weighted_mean of updates"),
         ({"sync": "post_local", "switch_after_round": 1}, "weighted_mean of gradients, of updates after round 1"),
         ({"attack": {"name": "ipm", "workers": [1]}}, "3 workers, 1 of them Byzantine (ipm); "),

@@ -10,9 +10,10 @@ from typer.testing import CliRunner
 import fedsim
 from fedsim.aggregation import Pipeline
 from fedsim.aggregation.numerics import gram
+from fedsim.asynchronous.combination import Combination
 from fedsim.cli.main import app
 from fedsim.cli.rule_replay import applicable_rules, load_round, replay, replay_table, stored_rounds
-from fedsim.errors import ExperimentError, RecordError, SettingWarning
+from fedsim.errors import ExperimentError, RecordError
 from fedsim.rounds.parameter_server import ParameterServer
 
 
@@ -36,9 +37,6 @@ def run(tables, tmp_path):
 def test_only_the_requested_rounds_are_stored(tables, tmp_path):
     fedsim.run({**tables, "rounds": 3, "records": {"updates": [2, 7], "curve": False}}, tmp_path / "other")
     assert stored_rounds(tmp_path / "other") == [2]
-    with pytest.warns(SettingWarning, match="records.updates has no effect with policy=fedbuff"):
-        fedsim.run({**tables, "attack": {}, "aggregate": {}}, tmp_path / "clock", mode="clock", policy="fedbuff")
-    assert stored_rounds(tmp_path / "clock") == []
 
 
 DIRICHLET = {"attack": {}, "partition": {"name": "dirichlet", "alpha": 0.3}, "aggregate": "weighted_mean"}
@@ -130,6 +128,77 @@ def test_a_run_and_its_replay_have_the_coefficients_of_the_definition(
             assert list(replayed.shares.values()) == pytest.approx(expected(name), rel=1e-12)
 
 
+BUFFER = {"name": "fedbuff", "k": 6}
+ROOT = {"rule": "fltrust", "root_samples": 10}
+
+
+@pytest.mark.parametrize(
+    ("policy", "aggregate", "changes"),
+    [
+        (BUFFER, "median", {}),
+        (BUFFER, "mean", {}),
+        (BUFFER, [{"rule": "bucketing", "s": 2}, "geometric_median"], {}),  # draws
+        (BUFFER, {"rule": "centered_clipping", "tau": 0.1}, {}),  # starts at the previous result
+        (BUFFER, "foolsgold", {}),  # has a state
+        (BUFFER, ROOT, {}),
+        (BUFFER, {"rule": "cge", "nonfinite": "exclude"}, {"attack": {"name": "nan", "workers": [2, 5]}}),
+        ({"name": "k_async", "k": 7}, "krum", {}),
+        ("asgd", "kardam", {}),  # a filter with a state, which uses models
+        ({"name": "basgd", "b": 3}, "median", {"attack": {"name": "ipm", "workers": [2, 8]}}),  # senders are buffers
+        ({"name": "d_psgd", "topology": "complete"}, "mda", {"attack": {"name": "ipm", "workers": [2, 8]}}),
+        ("gossip", "weighted_mean", {}),
+    ],
+)
+def test_a_replay_has_the_bits_of_the_last_combination_of_an_asynchronous_round(
+    policy, aggregate, changes, tables, tmp_path, monkeypatch
+):
+    combined, apply = {}, Combination._apply
+
+    def watched(self, server, rows, workers, moment, **more):
+        result = apply(self, server, rows, workers, moment, **more)
+        if more.get("remember", True) and more.get("place", -1) not in self.attackers(server.round):
+            combined[server.round] = workers, more, result
+        return result
+
+    monkeypatch.setattr(Combination, "_apply", watched)
+    tables |= {"mode": "clock", "policy": policy, "aggregate": aggregate, "clock": {"slowdown": "linear"}, **changes}
+    result = fedsim.run(tables, tmp_path / "run")
+    rule, params = result.experiment.aggregate.rule, result.experiment.aggregate.params
+    assert stored_rounds(tmp_path / "run") == sorted(combined)
+    for round, (workers, more, outcome) in combined.items():
+        stored = load_round(tmp_path / "run", round, allow_imports=True)
+        (replayed,) = replay(stored, [{"rule": rule, **params} if params else rule])
+        assert torch.equal(replayed.update, outcome.update)
+        assert stored.workers == list(workers)
+        of_policy = (lambda worker: worker % 3) if "basgd" in str(policy) else int
+        assert set(stored.byzantine) == set(map(of_policy, result.experiment.byzantine)) & set(workers)
+        on_graph = "place" in more
+        assert ("staleness" in stored.tensors) != on_graph
+        assert int(stored.tensors.get("receiver", -1)) == more.get("place", -1) != 8
+        if on_graph:
+            assert torch.equal(stored.tensors["weights"], more["weights"])
+        assert "|honest mean|" in replay_table(stored, replay(stored))
+
+
+def test_several_updates_of_a_worker_share_one_entry(tables, tmp_path):
+    tables |= {"mode": "clock", "policy": {**BUFFER, "k": 8}, "aggregate": "median", "clock": {"slowdown": "linear"}}
+    fedsim.run(tables, tmp_path / "run")
+    stored = load_round(tmp_path / "run", allow_imports=True)
+    (mean,) = replay(stored, ["mean"])
+    assert len(set(stored.workers)) < 8
+    assert mean.shares == pytest.approx({worker: stored.workers.count(worker) / 8 for worker in stored.workers})
+    assert mean.byzantine_share == pytest.approx(sum(worker in (2, 5) for worker in stored.workers) / 8)
+
+
+def test_a_resumed_run_stores_the_same_vectors(tables, tmp_path):
+    tables |= {"mode": "clock", "policy": BUFFER, "aggregate": "foolsgold", "clock": {"slowdown": "linear"}}
+    fedsim.run(tables, tmp_path / "whole")
+    for rounds in (1, 2):
+        fedsim.run(tables, tmp_path / "resumed", rounds=rounds, resume=rounds > 1)
+    whole, resumed = ((tmp_path / name / "updates-00002.safetensors").read_bytes() for name in ("whole", "resumed"))
+    assert resumed == whole
+
+
 def test_each_rule_does_what_aggregate_does_with_the_stored_rows(run):
     stored = load_round(run.folder, 1, allow_imports=True)
     updates = stored.tensors["updates"]
@@ -162,7 +231,7 @@ def test_distance_angle_and_shares_by_hand(run):
 def test_rules_that_use_distances_share_one_gram_matrix(run, monkeypatch):
     stored, made, whole = load_round(run.folder, allow_imports=True), [], gram._products
     monkeypatch.setattr(gram, "_products", lambda rows, *more: made.append(len(rows)) or whole(rows, *more))
-    monkeypatch.setattr(Pipeline, "dry_run", lambda self, n: None)
+    monkeypatch.setattr(Pipeline, "dry_run", lambda self, n, **more: None)
     replay(stored, ["krum", "multi_krum", "medoid", "geometric_median", ["nnm", "krum"]])
     assert made == [9]
 

@@ -51,9 +51,12 @@ class BufferedSGD(Policy):
         counts = {name: torch.zeros(self.b, dtype=torch.int64) for name in ("counts", "staleness")}
         return {"means": server.global_row.new_zeros(self.b, len(server.global_row)), **counts}
 
+    def sender(self, worker: int) -> int:
+        return worker % self.b
+
     def take(self, server: AsyncServer, arrival: Arrival) -> None:
         means, counts, staleness = (server.policy_state[name] for name in ("means", "counts", "staleness"))
-        buffer = arrival.worker % self.b
+        buffer = self.sender(arrival.worker)
         counts[buffer] += 1
         share = 1 / int(counts[buffer])
         means[buffer].mul_(1 - share).add_(server.rows[arrival.slot], alpha=share)

@@ -129,6 +129,10 @@ class Policy(ABC):
         """
         return None
 
+    def sender(self, worker: int) -> int:
+        """Return as whose vector the rule sees that of `worker`: by default, that of the worker itself."""
+        return worker
+
     def on_exclusion(self, server: AsyncServer, slot: int) -> None:  # noqa: B027
         """React to a result that contains NaN or infinity, or that the rule rejects. Called instead of `take`."""
 

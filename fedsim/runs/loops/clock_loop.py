@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedsim.asynchronous.dispatch import RoundStats, Scheduler, Train
 from fedsim.asynchronous.race.log import read_log
@@ -88,6 +89,11 @@ class ClockLoop(Loop):
             timeline=source.timeline,
             asynchronous=async_record(stats, self._server.version, dispatcher.arrivals, policy.buffered(self._server)),
         )
+
+    def take_combination(self) -> dict[str, Tensor]:
+        combination = self._server.combination
+        recorded, combination.recorded = combination.recorded, {}
+        return recorded
 
     def state(self) -> Snapshot:
         state = Snapshot(metadata={"clock": self._source.state()})

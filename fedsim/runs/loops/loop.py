@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from torch import Tensor
+
 from fedsim.core.snapshot import Snapshot
 from fedsim.records.record import RoundRecord
 from fedsim.records.worker_results import WorkerResults
@@ -37,6 +39,13 @@ class Loop(ABC):
 
     def test_workers(self, round: int) -> WorkerResults | None:  # noqa: B027  # may do nothing
         """Test the models of individual workers after `round`. Returns None if the experiment has no such tests."""
+
+    def take_combination(self) -> dict[str, Tensor]:
+        """Return the inputs of the rule's last combination in a round of `records.updates`, only once; {} if none.
+
+        Only asynchronous policies combine vectors.
+        """
+        return {}
 
     def finish(self) -> None:  # noqa: B027  # may do nothing
         """Do what remains after the last round. For example, a race writes its log."""
