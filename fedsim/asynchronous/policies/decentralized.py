@@ -65,13 +65,14 @@ class Waiting(OwnModels):
         self._exchange_if_complete(server)
 
     @abstractmethod
-    def exchange(self, server: AsyncServer, slots: list[int]) -> None:
-        """Let the workers in `slots` exchange their models."""
+    def exchange(self, server: AsyncServer, slots: list[int], senders: list[int]) -> None:
+        """Let the workers in `slots` exchange their models. The results of those not in `senders` are excluded."""
 
     def _exchange_if_complete(self, server: AsyncServer) -> None:
         arrived = server.policy_state["arrived"]
         if bool(arrived.any()) and bool(arrived[server.alive].all()):
-            self.exchange(server, server.alive.tolist())
+            slots = server.alive.tolist()
+            self.exchange(server, slots, [slot for slot in slots if arrived[slot] == 1])
             arrived.zero_()
 
 
@@ -93,6 +94,8 @@ class ElasticAveraging(Waiting):
     (1, 1)
     """
 
+    sends_results = False
+
     alpha: Fraction | None = None
     period: PositiveInt = 10
     synchronous: bool = False
@@ -105,32 +108,39 @@ class ElasticAveraging(Waiting):
         server.step_replica(slot, server.rows[slot])
         if (arrival.unit + 1) % self.period:
             return
+        sent = server.rows[slot].copy_(self._elastic(server, [slot])[0])
+        excluded = not server.admit(arrival, sent)
         if self.synchronous:
-            self.wait(server, slot)
+            self.wait(server, slot, excluded=excluded)
         else:
-            self.exchange(server, [slot])
+            self.exchange(server, [slot], [] if excluded else [slot])
 
     def sizes(self, n_workers: int) -> tuple[int, ...]:
-        return (n_workers,) if self.synchronous else (1, 1)  # `exchange` combines a single vector, too
+        return (n_workers if self.synchronous else 1,)
 
     def traffic(self, unit: int) -> tuple[int, int]:
         exchanges = int((unit + 1) % self.period == 0)
         return exchanges, exchanges
 
-    def exchange(self, server: AsyncServer, slots: list[int]) -> None:
-        alpha = 0.9 / server.n if self.alpha is None else self.alpha
+    def exchange(self, server: AsyncServer, slots: list[int], senders: list[int]) -> None:
         index = index_of(slots, server.replicas.device)
-        elastic = (server.replicas[index] - server.global_row).mul_(alpha)
-        server.replicas[index] -= elastic
-        if server.combines:
-            staleness = torch.tensor([server.staleness(slot) for slot in slots])
-            server.global_row.add_(server.combine(elastic, slots, staleness), alpha=len(slots))
-        else:
-            server.global_row.add_(elastic.sum(0))
-        server.increment_version()
-        server.mix_buffers(slots)
+        server.replicas[index] -= self._elastic(server, slots)
+        if senders:
+            sent = server.worker_rows[index_of(senders, server.replicas.device)]
+            if server.combines:
+                staleness = torch.tensor([server.staleness(slot) for slot in senders])
+                server.global_row.add_(server.combine(sent, senders, staleness), alpha=len(senders))
+            else:
+                server.global_row.add_(sent.sum(0))
+            server.increment_version()
+            server.mix_buffers(senders)
         for slot in slots:
             server.read[slot] = server.version
+
+    def _elastic(self, server: AsyncServer, slots: list[int]) -> Tensor:
+        """Return the elastic differences e_i of the workers in `slots`, [k, d]."""
+        alpha = 0.9 / server.n if self.alpha is None else self.alpha
+        return (server.replicas[index_of(slots, server.replicas.device)] - server.global_row).mul_(alpha)
 
 
 @policy("eamsgd")
@@ -289,13 +299,12 @@ class DecentralizedSGD(Decentralized, Waiting):
         count = len(server.neighbours(slot)[0])
         return count, count
 
-    def exchange(self, server: AsyncServer, slots: list[int]) -> None:
-        models, buffers, arrived = server.replicas, server.policy_state["buffers"], server.policy_state["arrived"]
-        trained = [slot for slot in slots if arrived[slot] == 1]
+    def exchange(self, server: AsyncServer, slots: list[int], senders: list[int]) -> None:
+        models, buffers = server.replicas, server.policy_state["buffers"]
         weights = torch.from_numpy(server.mixing_matrix()[np.ix_(slots, slots)]).fill_diagonal_(0)
         weights -= weights.sum(1).diag()  # W - I of the present workers
         old = models[slots]
-        for slot in trained:
+        for slot in senders:
             server.step_replica(slot, server.rows[slot])  # may depend on the old model, as with weight decay
         if server.mixes:
             self._mix(server, slots, old)
@@ -303,7 +312,7 @@ class DecentralizedSGD(Decentralized, Waiting):
             for block in column_blocks(models.shape[1], n=len(slots), device=models.device):
                 models[slots, block] += weights.to(models) @ old[:, block]
         if server.has_buffers:
-            buffers[trained] = server.worker_buffers[trained]
+            buffers[senders] = server.worker_buffers[senders]
             if server.buffers == "average":
                 buffers[slots] += weights.to(buffers) @ buffers[slots]
         server.increment_version()

@@ -60,7 +60,7 @@ class Policy(ABC):
         uses_server_optimizer: whether the experiment's server optimizer updates the global model.
         uses_topology: whether the workers are on a graph, the setting `policy.topology`.
         sends_results: whether a worker sends each result as it is. Otherwise, such as for sums of several gradients,
-            the policy calls `AsyncServer.admit` for what the worker sends.
+            the policy calls `AsyncServer.admit` for what the worker sends, which a Byzantine worker may change.
         locking: what a race (training in concurrent processes) locks while it uses a result: the whole "server"; a
             "pair" of workers (a worker and its `partner`); or "nothing".
     """

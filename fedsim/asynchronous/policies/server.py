@@ -132,18 +132,12 @@ class AsyncServer(ABC):
         return slots, weights[slots]
 
     @abstractmethod
-    def root(self) -> Tensor:
-        """Return the vector [d] that the server computes from its own samples: a gradient or an update.
-
-        It is computed again every `aggregate.root_every` updates of the global model.
-        """
-
-    @abstractmethod
     def admit(self, arrival: Arrival, vector: Tensor) -> bool:
-        """Apply the rule to the vector [d] that a worker sends, in place. Return False if the rule rejects it.
+        """Apply the attack and the rule to the vector [d] that a worker sends, in place.
 
-        Nothing changes if the rule is a mean, or if the policy combines several vectors. Only policies with
-        `sends_results = False` call this method.
+        A rule only applies to a single vector if the policy does not combine several ones. Only policies with
+        `sends_results = False` call this method. Returns False if the rule rejects the vector, or if it is excluded
+        because it contains NaN or infinity. The policy must not use the vector then.
         """
 
     @abstractmethod

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from fedsim.asynchronous.dispatch import nonfinite_error
 from fedsim.asynchronous.policies.policy import Arrival
 from fedsim.asynchronous.race.state import WRITES_BEGUN
 from fedsim.asynchronous.race.worker import ProcessResult, RaceWorker
+from fedsim.asynchronous.server_state import nonfinite_error
 from fedsim.core.randomness import global_states
 from fedsim.errors import called
 from fedsim.processes.process_context import SHARED_ROW

@@ -1,0 +1,492 @@
+"""Rules and attacks with asynchronous policies, compared with plain loops in this file.
+
+The loops combine vectors with `fedsim.aggregate` and replace those of Byzantine workers with `fedsim.attack`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import fedsim
+from fedsim.core.randomness import numpy_generator
+from tests.asynchronous.policies.test_decentralized import metropolis
+from tests.asynchronous.simulated import (
+    LR,
+    START,
+    delays_of,
+    nth_step,
+    policy_of,
+    replayed,
+    same,
+    simulate,
+    zero_result,
+)
+from tests.asynchronous.simulated import some_result as result
+
+SPEEDS = [1.0, 1.7123, 2.3456, 4.3219, 1.4142]
+RULES = {
+    "median": {"rule": "median"},
+    "trimmed_mean": {"rule": "trimmed_mean"},
+    "geometric_median": {"rule": "geometric_median"},
+    "centered_clipping": {"rule": "centered_clipping", "tau": 0.4},  # uses the result before
+    "norm_clipping + median": {"rule": [{"rule": "norm_clipping", "c": 0.5}, "median"]},
+}
+FILTERS = {"norm_clipping": {"rule": "norm_clipping", "c": 0.4}, "centered_clipping": RULES["centered_clipping"]}
+ATTACKS = {
+    "ipm": {"name": "ipm", "eps": 0.8},
+    "alie": {"name": "alie", "z": 1.5, "ddof": 0},
+    "sign_flipping": {"name": "sign_flipping", "scale": 2.0},
+}
+
+
+class Combined:
+    """Combines vectors with a rule, which may use its result before."""
+
+    def __init__(self, table, f=1):
+        stages = table["rule"] if isinstance(table["rule"], list) else [table]
+        self._stages = [s if isinstance(s, str) else {**s, "name": s["rule"]} for s in stages]
+        self._stages = [s if isinstance(s, str) else {k: v for k, v in s.items() if k != "rule"} for s in self._stages]
+        self._params = {"f": f} if "trimmed_mean" in str(table) else {}
+        self._last = None
+
+    def __call__(self, vectors, weights=None):
+        last = self._last if "centered_clipping" in str(self._stages) else None
+        rows = torch.stack(list(vectors))
+        self._last = fedsim.aggregate(rows, self._stages, weights=weights, last=last, **self._params)
+        return self._last
+
+
+def mean(vectors):
+    return torch.stack(list(vectors)).mean(0)
+
+
+class Sent:
+    """What workers send: honest workers their vectors, Byzantine ones what the attack computes from those it knows."""
+
+    def __init__(self, attack=None, first=0):
+        """`first`: number of the first arrival that may be Byzantine, from 0."""
+        self._attack = {key: value for key, value in (attack or {}).items() if key != "start_round"}
+        self._workers = self._attack.pop("workers", ())
+        self._knows, self._first = self._attack.pop("knows", "latest"), first
+        self._known, self._arrivals = {}, 0
+
+    def __call__(self, worker, vector):
+        self._known[worker] = vector
+        self._arrivals += 1
+        if worker not in self._workers or self._arrivals <= self._first:
+            return vector
+        honest = [each for k, each in self._known.items() if k not in self._workers]
+        own = {k: each for k, each in self._known.items() if k in self._workers}
+        if not honest and self._attack["name"] != "sign_flipping":
+            return vector
+        return attacked(list(own.values()), honest or [vector], self._attack)[list(own).index(worker)]
+
+    def use(self):
+        """Forget the vectors in the buffer, because an update has used them."""
+        if self._knows == "buffer":
+            self._known.clear()
+
+
+def attacked(own, honest, attack):
+    return fedsim.attack(torch.stack(honest), own_updates=torch.stack(own), n_byzantine=len(own), **attack)
+
+
+# Each function takes a vector that has arrived and may replace the row, like the rules of `replayed`. In `memory`,
+# `combine` is the rule, and `sent` returns what a worker sends.
+
+
+def buffered(k, weight, vector_of, step):
+    """Return the formula of a policy that combines k vectors, each multiplied by its weight, and then takes a step."""
+
+    def formula(row, read, given, arrival, memory):
+        rows = memory.setdefault("rows", [])
+        sent = memory["sent"](arrival.worker, vector_of(read, given))
+        rows.append(sent * weight(arrival.staleness))
+        if len(rows) < k:
+            return row
+        memory["sent"].use()
+        update = memory["combine"](rows)
+        rows.clear()
+        return row + step * update
+
+    return formula
+
+
+def delta(read, model):
+    return model - read
+
+
+def gradient(read, given):
+    return given
+
+
+def alone(step, vector_of=gradient):
+    """Return the formula of a policy that uses each vector alone, after the rule as a filter."""
+
+    def formula(row, read, given, arrival, memory):
+        sent = memory["sent"](arrival.worker, vector_of(read, given))
+        return step(row, read, memory["combine"]([sent]), arrival, memory)
+
+    return formula
+
+
+def plain_step(row, read, g, arrival, memory):
+    return row - LR * g
+
+
+def by_staleness(row, read, g, arrival, memory):
+    return row - LR / max(1, arrival.staleness) * g
+
+
+def compensated(row, read, g, arrival, memory):
+    return row - LR * (g + 0.3 * g * g * (row - read))
+
+
+def mixed(row, read, change, arrival, memory):
+    share = 0.6 * (arrival.staleness + 1) ** -0.5
+    return (1 - share) * row + share * (read + change)
+
+
+def nesterov(row, read, change, arrival, memory):
+    gathered = memory.setdefault("gathered", [])
+    gathered.append(-change)
+    share, n = 0.1, 5
+    if len(gathered) % n == 0:
+        memory["m"] = 0.8 * memory.get("m", 0 * row) + sum(gathered[-n:]) / n
+        share = 1 - 0.1 * n + 0.1
+    return row - 0.6 * (share * 0.8 * memory.get("m", 0 * row) + gathered[-1] / n)
+
+
+BUFFERS = {
+    "fedbuff": ("fedbuff", {"k": 4}, buffered(4, lambda tau: (1 + tau) ** -0.5, delta, 1.0)),
+    "softsync": ("staleness_aware", {"softsync": 1}, buffered(5, lambda tau: 1 / max(1, tau), gradient, -LR)),
+}
+SINGLE = {
+    "asgd": ("asgd", {}, alone(plain_step)),
+    "hogwild": ("hogwild", {}, alone(plain_step)),
+    "locked": ("locked", {}, alone(plain_step)),
+    "staleness_aware": ("staleness_aware", {}, alone(by_staleness)),
+    "dc_asgd": ("dc_asgd", {"lam": 0.3}, alone(compensated)),
+    "fedasync": ("fedasync", {"alpha": 0.6, "staleness": "polynomial", "a": 0.5}, alone(mixed, delta)),
+    "async_local_sgd": ("async_local_sgd", {"lr": 0.6, "beta": 0.8, "c": 0.1}, alone(nesterov, delta)),
+}
+
+
+def check(policy, params, formula, table, attack=None):
+    run = simulate(policy_of(policy, **params), delays_of(SPEEDS, "lognormal"), rule=table, f=1, attack=attack)
+    run.advance(20)
+    first = 0
+    if attack and attack.get("start_round", 1) > 1:
+        first = len(run.arrivals)
+        run.clock.dispatcher.start_round(attack["start_round"])
+    run.advance(40)
+    given = {"sent": Sent(attack, first), "combine": mean if table is None else Combined(table)}
+
+    def rule(row, read, each, arrival, memory):
+        return formula(row, read, each, arrival, memory.setdefault("given", given))
+
+    assert same(run.row, replayed(run, rule))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("case", BUFFERS)
+def test_a_rule_combines_the_vectors_of_a_buffer(case, rule):
+    check(*BUFFERS[case], RULES[rule])
+
+
+@pytest.mark.parametrize("rule", FILTERS)
+@pytest.mark.parametrize("case", SINGLE)
+def test_a_rule_filters_single_vectors(case, rule):
+    check(*SINGLE[case], FILTERS[rule])
+
+
+@pytest.mark.parametrize("knows", ["latest", "buffer"])
+@pytest.mark.parametrize("start_round", [1, 3])
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("case", BUFFERS)
+def test_an_attack_replaces_vectors_of_a_buffer(case, attack, start_round, knows):
+    table = {**ATTACKS[attack], "workers": [1, 2], "start_round": start_round, "knows": knows}
+    for rule in (None, RULES["median"]):
+        check(*BUFFERS[case], rule, table)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("case", SINGLE)
+def test_an_attack_replaces_single_vectors(case, attack):
+    for rule, workers in ((None, [0]), (FILTERS["norm_clipping"], [1, 2])):
+        check(*SINGLE[case], rule, {**ATTACKS[attack], "workers": workers})
+
+
+# Policies with an order of their own
+
+
+@pytest.mark.parametrize("attack", [None, *ATTACKS])
+@pytest.mark.parametrize("rule", FILTERS)
+def test_a_rule_and_an_attack_change_the_sums_that_downpour_pushes(rule, attack):
+    """Workers fetch before every second step, and push the sum of three gradients."""
+    table = None if attack is None else {**ATTACKS[attack], "workers": [0, 3]}
+    chosen = policy_of("asgd", n_fetch=2, n_push=3)
+    run = simulate(chosen, delays_of(SPEEDS), rule=FILTERS[rule], attack=table).advance(90)
+    row, local, steps, at = START, [START] * 5, [0] * 5, list(SPEEDS)
+    accrued, combine, sent = [0 * START] * 5, Combined(FILTERS[rule]), Sent(table)
+    for _ in range(90):
+        worker = at.index(min(at))
+        gradient = result(local[worker], nth_step(worker, steps[worker]))
+        steps[worker] += 1
+        accrued[worker] = accrued[worker] + gradient
+        local[worker] = local[worker] - LR * gradient
+        if steps[worker] % 3 == 0:
+            row = row - LR * combine([sent(worker, accrued[worker])])
+            accrued[worker] = 0 * START
+        if steps[worker] % 2 == 0:
+            local[worker] = row
+        at[worker] += SPEEDS[worker]
+    assert same(run.row, row)
+
+
+@pytest.mark.parametrize("knows", ["latest", "buffer"])
+@pytest.mark.parametrize("attack", [None, *ATTACKS])
+@pytest.mark.parametrize("rule", RULES)
+def test_k_async_combines_the_first_vectors(rule, attack, knows):
+    """Workers wait until the next update."""
+    table = None if attack is None else {**ATTACKS[attack], "workers": [0, 2], "knows": knows}
+    run = simulate(policy_of("k_async", k=3), delays_of(SPEEDS), rule=RULES[rule], f=1, attack=table).advance(60)
+    row, done, at, read, rows = START, [0] * 5, list(SPEEDS), [START] * 5, []
+    combine, sent = Combined(RULES[rule]), Sent(table)
+    for _ in range(60):
+        worker = at.index(min(at))
+        now, at[worker] = at[worker], np.inf
+        rows.append(sent(worker, result(read[worker], nth_step(worker, done[worker]))))
+        done[worker] += 1
+        if len(rows) == 3:
+            row, rows = row - LR * combine(rows), []
+            sent.use()
+            for slot in np.flatnonzero(np.isinf(at)):
+                read[slot], at[slot] = row, now + SPEEDS[slot]
+    assert same(run.row, row)
+
+
+@pytest.mark.parametrize("attack", [None, *ATTACKS])
+@pytest.mark.parametrize("rule", RULES)
+def test_k_sync_and_backup_workers_combine_the_first_vectors(rule, attack):
+    n, k, delays = 5, 3, delays_of(SPEEDS, "shifted_exponential")
+    table = None if attack is None else {**ATTACKS[attack], "workers": [1]}
+    row, done, begun = START, [0] * n, [0] * n
+    combine, sent = Combined(RULES[rule]), Sent(table)
+    for _ in range(12):
+        seconds = [delays.seconds(worker, begun[worker], 1) for worker in range(n)]
+        begun = [count + 1 for count in begun]
+        first = np.argsort(seconds, kind="stable")[:k].tolist()
+        vectors = []
+        for worker in first:
+            vectors.append(sent(worker, result(row, nth_step(worker, done[worker]))))
+            done[worker] += 1
+        row = row - LR * combine(vectors)
+    for chosen in (policy_of("k_sync", k=k), policy_of("backup_workers", backups=n - k)):
+        run = simulate(chosen, delays, rule=RULES[rule], f=1, attack=table).advance(12 * k)
+        assert same(run.row, row)
+
+
+@pytest.mark.parametrize("attack", [None, *ATTACKS])
+@pytest.mark.parametrize("s", [0, 2])
+@pytest.mark.parametrize("rule", ["median", "centered_clipping", "norm_clipping + median"])
+def test_ssp_combines_the_vectors_of_those_who_wait(rule, s, attack):
+    """The buffer is combined before the next worker reads the model."""
+    table = None if attack is None else {**ATTACKS[attack], "workers": [1]}
+    run = simulate(policy_of("ssp", s=s), delays_of(SPEEDS), rule=RULES[rule], f=1, attack=table).advance(60)
+    row, done, at, read, rows = START, [0] * 5, list(SPEEDS), [START] * 5, []
+    combine, sent, taken = Combined(RULES[rule]), Sent(table), 0
+    while taken < len(run.arrivals):
+        worker = at.index(min(at))
+        now, taken = at[worker], taken + 1
+        rows.append(sent(worker, result(read[worker], nth_step(worker, done[worker]))))
+        done[worker], at[worker] = done[worker] + 1, np.inf
+        for slot in range(5):
+            if at[slot] == np.inf and done[slot] - min(done) <= s:
+                if rows:
+                    row, rows = row - LR * combine(rows), []
+                    sent.use()
+                read[slot], at[slot] = row, now + SPEEDS[slot]
+    assert len(run.arrivals) == 60
+    assert same(run.row, row)
+
+
+@pytest.mark.parametrize("attack", [None, *ATTACKS])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_combines_elastic_differences(rule, attack):
+    """The centre moves by 5 times the result. Workers move by their own differences."""
+    table = None if attack is None else {**ATTACKS[attack], "workers": [1]}
+    chosen = policy_of("easgd", alpha=0.15, synchronous=True, period=2)
+    run = simulate(chosen, delays_of(SPEEDS), rule=RULES[rule], f=1, attack=table).advance(5 * 12)
+    models, centre, combine, sent = [START] * 5, START, Combined(RULES[rule]), Sent(table)
+    for step in range(12):
+        models = [model - LR * result(model, nth_step(worker, step)) for worker, model in enumerate(models)]
+        if step % 2:
+            elastic = [0.15 * (model - centre) for model in models]
+            models = [model - e for model, e in zip(models, elastic, strict=True)]
+            centre = centre + 5 * combine([sent(worker, elastic[worker]) for worker in np.argsort(SPEEDS)])
+    assert same(run.row, centre)
+    assert same(run.server.replicas, torch.stack(models))
+
+
+@pytest.mark.parametrize("attack", [None, *ATTACKS])
+@pytest.mark.parametrize("rule", FILTERS)
+def test_a_rule_filters_elastic_differences(rule, attack):
+    table = None if attack is None else {**ATTACKS[attack], "workers": [1, 3]}
+    run = simulate(policy_of("easgd", alpha=0.4, period=2), delays_of(SPEEDS), rule=FILTERS[rule], attack=table)
+    run.advance(60)
+    models, centre, steps, at = [START] * 5, START, [0] * 5, list(SPEEDS)
+    combine, sent = Combined(FILTERS[rule]), Sent(table)
+    for _ in range(60):
+        worker = at.index(min(at))
+        models[worker] = models[worker] - LR * result(models[worker], nth_step(worker, steps[worker]))
+        steps[worker] += 1
+        if steps[worker] % 2 == 0:
+            elastic = 0.4 * (models[worker] - centre)
+            models[worker] = models[worker] - elastic
+            centre = centre + combine([sent(worker, elastic)])
+        at[worker] += SPEEDS[worker]
+    assert same(run.row, centre)
+    assert same(run.server.replicas, torch.stack(models))
+
+
+# Graphs
+
+GRAPHS = {"ring": [[0, 1, 0, 0, 1], [1, 0, 1, 0, 0], [0, 1, 0, 1, 0], [0, 0, 1, 0, 1], [1, 0, 0, 1, 0]]}
+GRAPHS["complete"] = (1 - np.eye(5)).tolist()
+ON_GRAPHS = {
+    **{name: RULES[name] for name in ("median", "trimmed_mean", "geometric_median")},
+    "norm_clipping": {"rule": "norm_clipping", "c": 0.2},
+}
+
+
+def received(models, i, present, weights, rule, attack=None, workers=()):
+    """Return what worker i adds to its model: the rule of the differences x_j - x_i of `present`, which has i.
+
+    An attack knows the differences of all neighbours of an honest worker, also of those that are not `present`.
+    """
+    known = [j for j in range(5) if j == i or weights[i][j]]
+    rows = {j: models[j] - models[i] for j in known}
+    byzantine = [j for j in known if j in workers]
+    if byzantine and attack and i not in workers:
+        honest = [rows[k] for k in known if k not in workers]
+        rows |= zip(byzantine, attacked([rows[j] for j in byzantine], honest, attack), strict=True)
+    if len(present) == 2:
+        weights = [[0.5] * 5] * 5
+    shares = [weights[i][j] for j in present]
+    if rule is None:
+        return sum(share * rows[j] for share, j in zip(shares, present, strict=True))
+    return Combined(rule)([rows[j] for j in present], shares if rule["rule"] == "geometric_median" else None)
+
+
+@pytest.mark.parametrize("attack", [None, *ATTACKS])
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("rule", [None, *ON_GRAPHS])
+def test_d_psgd_combines_the_models_of_neighbours(rule, graph, attack):
+    adjacency, table = GRAPHS[graph], None if attack is None else {**ATTACKS[attack], "workers": [2]}
+    weights, rule = metropolis(adjacency), None if rule is None else ON_GRAPHS[rule]
+    run = simulate(policy_of("d_psgd"), delays_of(SPEEDS), topology=graph, rule=rule, f=1, attack=table)
+    run.advance(5 * 12)
+    models = [START] * 5
+    for step in range(12):
+        moves = []
+        for i in range(5):
+            present = [j for j in range(5) if j == i or adjacency[i][j]]
+            change = received(models, i, present, weights, rule, attack and ATTACKS[attack], [2])
+            moves.append(change - LR * result(models[i], nth_step(i, step)))
+        models = [model + move for model, move in zip(models, moves, strict=True)]
+    assert same(run.server.replicas, torch.stack(models))
+    run.server.policy.publish(run.server)
+    tested = [model for i, model in enumerate(models) if attack is None or i != 2]
+    assert same(run.row, sum(tested) / len(tested))
+    spread = sum(float((model - run.row).square().sum()) for model in tested) / len(tested)
+    assert run.server.policy.numbers(run.server)["consensus_distance"] == pytest.approx(spread**0.5, rel=1e-9)
+
+
+@pytest.mark.parametrize("attack", [None, *ATTACKS])
+@pytest.mark.parametrize("rule", [None, "median", "geometric_median", "norm_clipping"])
+@pytest.mark.parametrize("name", ["gossip", "ad_psgd"])
+def test_pairs_combine_their_models(name, rule, attack):
+    adjacency, table = GRAPHS["ring"], None if attack is None else {**ATTACKS[attack], "workers": [2]}
+    weights, rule = metropolis(adjacency), None if rule is None else ON_GRAPHS[rule]
+    run = simulate(policy_of(name), delays_of(SPEEDS), seed=4, topology="ring", rule=rule, f=1, attack=table)
+    run.advance(60)
+    models, began, steps, at = [START] * 5, [START] * 5, [0] * 5, list(SPEEDS)
+    for _ in range(60):
+        mine = at.index(min(at))
+        step = LR * result(began[mine], nth_step(mine, steps[mine]))
+        neighbours = [j for j in range(5) if adjacency[mine][j]]
+        theirs = neighbours[int(numpy_generator(4, "neighbour", mine, steps[mine]).integers(len(neighbours)))]
+        if name == "gossip":
+            models[mine] = models[mine] - step
+        pair = sorted([mine, theirs])
+        moves = {i: received(models, i, pair, weights, rule, attack and ATTACKS[attack], [2]) for i in pair}
+        for i in pair:
+            models[i] = models[i] + moves[i]
+        if name == "ad_psgd":
+            models[mine] = models[mine] - step
+        steps[mine] += 1
+        began[mine] = models[mine]
+        at[mine] += SPEEDS[mine]
+    assert same(run.server.replicas, torch.stack(models))
+    run.server.policy.publish(run.server)
+    tested = [model for i, model in enumerate(models) if attack is None or i != 2]
+    assert same(run.row, sum(tested) / len(tested))
+
+
+def test_two_byzantine_neighbours_and_a_start_round_on_a_graph():
+    """Byzantine workers send their own models to each other. Until the start round, all models are tested."""
+    weights, workers, attack = metropolis(GRAPHS["complete"]), [1, 3], ATTACKS["sign_flipping"]
+    table = {**attack, "workers": workers, "start_round": 2}
+    run = simulate(policy_of("d_psgd"), delays_of(SPEEDS), topology="complete", attack=table)
+    models = [START] * 5
+    for step in range(12):
+        run.clock.dispatcher.start_round(1 + step // 6)
+        run.advance(5)
+        sent = (attack, workers) if step >= 6 else ()
+        moves = [received(models, i, range(5), weights, None, *sent) for i in range(5)]
+        gradients = [result(model, nth_step(i, step)) for i, model in enumerate(models)]
+        models = [x + move - LR * g for x, move, g in zip(models, moves, gradients, strict=True)]
+        assert same(run.server.replicas, torch.stack(models))
+        run.server.policy.publish(run.server)
+        assert same(run.row, mean(model for i, model in enumerate(models) if step < 6 or i not in workers))
+
+
+def noise(updates, rng):
+    """Return random numbers, as a rule."""
+    return updates[0] * 0 + float(rng.normal())
+
+
+@pytest.mark.parametrize("name", ["d_psgd", "gossip"])
+def test_draws_differ_between_receivers_and_times(name):
+    """A rule draws the result for each worker, and a Byzantine worker draws what it sends to each neighbour."""
+    rule = {"rule": f"{__name__}:noise"}
+    run = simulate(policy_of(name), delays_of([1.0] * 5), rule=rule, train=zero_result)
+    seen = []
+    for _ in range(2):
+        before = run.server.replicas.clone()
+        run.advance(5)
+        seen += (run.server.replicas - before)[:, 0].tolist()
+    assert len({round(move, 6) for move in seen if move}) == 10
+    attack = {"name": "gaussian", "std": 100.0, "workers": [2]}
+    moved = [simulate(policy_of("d_psgd"), delays_of(SPEEDS), attack=a).advance(5).server for a in (attack, None)]
+    difference = moved[0].replicas - moved[1].replicas
+    assert all(10 < 3 * difference[i].norm() < 1000 for i in (1, 3))
+    assert not same(difference[1], difference[3])
+    assert same(difference[[0, 2, 4]], torch.zeros(3, 3, dtype=torch.float64))
+
+
+def check_workers(own_updates, workers):
+    """Check that no worker is known twice, as an attack."""
+    assert len(set(workers)) == len(workers)
+    return own_updates
+
+
+def test_an_attack_knows_the_last_vector_of_each_worker_in_a_cohort():
+    """Workers train in changing slots."""
+    tables = {"workers": 6, "cohort": 5, "rounds": 20, "model": "logistic", "data": "tests.components:tiny"}
+    attack = {"name": f"{__name__}:check_workers", "workers": [0, 1]}
+    clock = {"slowdown": "lognormal", "noise": "lognormal"}
+    fedsim.run({**tables, "mode": "clock", "policy": "fedasync", "attack": attack, "clock": clock, "engine": "serial"})
