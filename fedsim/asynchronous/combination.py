@@ -24,16 +24,16 @@ from fedsim.aggregation import AggregationInputs, Pipeline
 from fedsim.aggregation.numerics.columns import bad_rows
 from fedsim.aggregation.pipeline import AggregationResult
 from fedsim.asynchronous.policies.policy import Arrival
+from fedsim.asynchronous.policies.server import AsyncServer
+from fedsim.asynchronous.round_stats import RoundStats
 from fedsim.clients import State
 from fedsim.core.rows import index_of, new_rows
 from fedsim.core.snapshot import Snapshot
 from fedsim.errors import ExperimentError
-from fedsim.training.batches import WorkItem
 from fedsim.training.task import RunTask
 from fedsim.training.weights import screen
 
 if TYPE_CHECKING:
-    from fedsim.asynchronous.server_state import ServerState
     from fedsim.config.experiment import Experiment
 
 SERVER = -1  # place of the server among those that combine vectors; on a graph, places are the workers' slots
@@ -90,7 +90,10 @@ class Combination:
         tensors: tensors by name that are shared by all processes of a race, and saved in checkpoints.
         recorded: copies of the inputs of the latest combination in a round of `records.updates`, for `fedsim replay`.
             On a graph, only honest workers count.
+        stats: statistics of the current round.
     """
+
+    stats: RoundStats
 
     def __init__(self, task: RunTask, n: int, d: int) -> None:
         experiment = task.experiment
@@ -107,10 +110,11 @@ class Combination:
             "received": new_rows(n if remembers else 0, d, task.dtype, task.device),  # by slot
             "received_from": torch.full((n,), -1),  # worker that sent it
             "received_at": torch.zeros(n, dtype=torch.int64),  # number of updates of the global model at its arrival
-            "root": new_rows(1, d if self._rule.accepts("root") else 0, task.dtype, task.device)[0],
-            "root_at": torch.full((2,), -1),  # number of updates when `root` was computed, and number of computations
         }
         self._remembers = remembers
+        f_on_graph = experiment.f_on_graph(task.byzantine.fixed) if self._on_graph else []
+        rules = {f: experiment.aggregate.pipeline(f) for f in sorted(set(f_on_graph))}
+        self._rules_on_graph = [rules[f] for f in f_on_graph]
         self._states: dict[tuple[str, int], State] = {}  # of the rule and of the attack, by place
         self.recorded: dict[str, Tensor] = {}
 
@@ -124,7 +128,7 @@ class Combination:
         """Return the IDs of the workers that send other vectors than they have computed, in `round`."""
         return frozenset(self._task.byzantine.in_round(round)) if self.attacks else frozenset()
 
-    def attack(self, server: ServerState, arrival: Arrival, vector: Tensor) -> None:
+    def attack(self, server: AsyncServer, arrival: Arrival, vector: Tensor) -> None:
         """Replace a vector [d] that arrives at the server by what its worker sends, in place.
 
         The attack knows the vectors that the workers have sent last, or those of them that no update of the global
@@ -161,7 +165,7 @@ class Combination:
             return
         vector.copy_(sent[slots.index(slot)])
 
-    def admit(self, server: ServerState, arrival: Arrival, vector: Tensor) -> bool:
+    def admit(self, server: AsyncServer, arrival: Arrival, vector: Tensor) -> bool:
         """Apply the rule to a single vector [d], in place. Return False if the rule rejects it.
 
         A rule rejects a vector by the coefficient 0.
@@ -171,18 +175,18 @@ class Combination:
         of_one = vector.unsqueeze(0)
         result = self._apply(server, of_one, [arrival.worker], (server.version,), staleness=staleness, models=start)
         if result.shares is not None and not result.shares.any():
-            server.stats.rejected[arrival.worker] += 1
+            self.stats.rejected[arrival.worker] += 1
             return False
         vector.copy_(result.update)
         return True
 
-    def combine(self, server: ServerState, vectors: Tensor, workers: Sequence[int], **more: Any) -> Tensor:
+    def combine(self, server: AsyncServer, vectors: Tensor, workers: Sequence[int], **more: Any) -> Tensor:
         """Return the result [d] of the rule for the vectors [k, d] of `workers`. `more` are more inputs of the rule."""
         return self._apply(server, vectors, workers, (server.version,), **more).update
 
     def mix(
         self,
-        server: ServerState,
+        server: AsyncServer,
         models: Tensor,
         slot: int,
         others: Sequence[int],
@@ -209,7 +213,7 @@ class Combination:
         ).update
 
     def _from_attackers(
-        self, server: ServerState, rows: Tensor, models: Tensor, slot: int, slots: list[int], moment: tuple[int, ...]
+        self, server: AsyncServer, rows: Tensor, models: Tensor, slot: int, slots: list[int], moment: tuple[int, ...]
     ) -> Tensor:
         """Return the differences `rows` of the workers in `slots`, with those that Byzantine workers send to `slot`.
 
@@ -275,7 +279,7 @@ class Combination:
 
     def _apply(
         self,
-        server: ServerState,
+        server: AsyncServer,
         rows: Tensor,
         workers: Sequence[int],
         moment: tuple[int, ...],
@@ -297,9 +301,9 @@ class Combination:
             remember: whether the rule keeps its state and result.
             more: more inputs of the rule.
         """
-        task, rule = self._task, self._rule
+        task, rule = self._task, self._rules_on_graph[place] if self._on_graph else self._rule
         more |= {"state": self._states.get(("rule", place), {}), "last": self._last(place)}
-        more["root"] = self._root(server) if rule.accepts("root") else None
+        more["root"] = server.root() if rule.accepts("root") else None
         inputs = inputs_of_combination(task.experiment, rule, moment, rows, workers, weights, **more)
         is_recorded = remember and server.round in task.experiment.records.updates
         if is_recorded and place not in self.attackers(server.round):
@@ -310,16 +314,18 @@ class Combination:
         if task.experiment.nonfinite != "keep":
             rule.require_finite_result(result.update, server.round)
         if remember:
-            server.stats.excluded += [workers[position] for position in bad]
+            shares = None if result.shares is None else result.shares.tolist()
+            self.stats.combined.append((list(finite.workers or ()), shares, finite.metrics))
+            self.stats.excluded += [workers[position] for position in bad]
             self._states["rule", place] = result.state
             if task.keeps_last:
                 self.tensors["last"][max(place, 0)] = result.update
                 self.tensors["has_last"][max(place, 0)] = 1
         return result
 
-    def _copies(self, server: ServerState, inputs: AggregationInputs, place: int) -> dict[str, Tensor]:
+    def _copies(self, server: AsyncServer, inputs: AggregationInputs, place: int) -> dict[str, Tensor]:
         """Return the inputs of a combination as copied tensors by name, as `fedsim replay` reads them."""
-        byzantine = set(map(server.policy.sender, self._task.byzantine.in_round(server.round)))
+        byzantine = set(map(self._task.experiment.policy.component.sender, self._task.byzantine.in_round(server.round)))
         tensors = {
             name: getattr(inputs, name) for name in ("updates", "weights", "staleness", "models", "root", "last")
         }
@@ -337,18 +343,8 @@ class Combination:
         is_known = self._task.keeps_last and bool(self.tensors["has_last"][place])
         return self.tensors["last"][place].clone() if is_known else None
 
-    def _root(self, server: ServerState) -> Tensor:
-        """Return the vector [d] that the server computes from its own samples, again every few updates."""
-        at, every = self.tensors["root_at"], self._task.experiment.aggregate.root_every
-        if int(at[1]) < 0 or server.version - int(at[0]) >= every:
-            at[0], at[1] = server.version, at[1] + 1
-            step = 0 if self._task.experiment.sends_gradients else None
-            slot, row = server.n, server.shared.cohort.rows[server.n]
-            row.copy_(server.global_row)
-            server.shared.cohort.buffers[slot] = server.global_buffers
-            server.train([WorkItem(slot, len(server.shared.data.shards), int(at[1]) + 1, None, step)])
-            self.tensors["root"].copy_(row if step == 0 else row - server.global_row)
-        return self.tensors["root"]
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "stats"}
 
     def keep_states(self, snapshot: Snapshot) -> None:
         """Save the states of the rule and of the attack in a snapshot."""

@@ -8,12 +8,12 @@ gets a free slot, and which work item is next. The dispatcher starts work items 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from fedsim.asynchronous.policies.policy import Arrival, Work
+from fedsim.asynchronous.round_stats import RoundStats, Train
 from fedsim.asynchronous.server_state import ServerState, nonfinite_error
 from fedsim.clients import ClientAlgorithm
 from fedsim.clients.schedule import Schedule
@@ -138,58 +138,6 @@ class Scheduler:
         return worker
 
 
-Train = Callable[[Sequence[WorkItem]], object]
-
-
-@dataclass
-class RoundStats:
-    """Statistics of one round of asynchronous training.
-
-    Attributes:
-        samples: maps each worker's ID to the number of training samples in its results that arrived.
-        results: maps (worker ID, staleness) to the number of this worker's results with this staleness.
-        loss_sum: sum of the training losses of all samples.
-        loss_samples: number of samples in `loss_sum`.
-        up, down: number of models or gradients that workers sent (up) and received (down).
-        cancelled: maps each worker's ID to the number of its results that were cancelled.
-        excluded: for each result that was excluded because of NaN or infinity, the ID of its worker.
-        rejected: maps each worker's ID to the number of its results that the aggregation rule has rejected.
-    """
-
-    samples: Counter[int] = field(default_factory=Counter)
-    results: Counter[tuple[int, int]] = field(default_factory=Counter)
-    loss_sum: float = 0.0
-    loss_samples: int = 0
-    up: int = 0
-    down: int = 0
-    cancelled: Counter[int] = field(default_factory=Counter)
-    excluded: list[int] = field(default_factory=list)
-    rejected: Counter[int] = field(default_factory=Counter)
-
-    @property
-    def train_loss(self) -> float:
-        """Mean training loss per sample, or NaN if all results were excluded."""
-        return self.loss_sum / self.loss_samples if self.loss_samples else math.nan
-
-    @property
-    def staleness(self) -> Counter[int]:
-        """Number of results for each staleness."""
-        counts: Counter[int] = Counter()
-        for (_, staleness), count in self.results.items():
-            counts[staleness] += count
-        return counts
-
-    @property
-    def dropped(self) -> Counter[int]:
-        """Number of results of each worker that were not used."""
-        return self.cancelled + Counter(self.excluded) + self.rejected
-
-    def add(self, stats: RoundStats) -> None:
-        """Add the statistics of another process to this object."""
-        for count in fields(self):
-            setattr(self, count.name, getattr(self, count.name) + getattr(stats, count.name))
-
-
 class DispatcherState(CheckpointModel):
     """State of a `Dispatcher`, as stored in a checkpoint.
 
@@ -241,7 +189,7 @@ class Dispatcher:
     def start_round(self, round: int) -> None:
         """Start a new round with empty statistics."""
         self.round = self.server.round = round
-        self.stats = self.server.stats = RoundStats()
+        self.stats = self.server.combination.stats = RoundStats()
 
     def dispatch(self, slot: int, steps: int | None = None) -> WorkItem:
         """Let a worker start its next step or round. Returns the work item, which describes this step or round.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,16 +12,15 @@ from torch import Tensor, nn
 from fedsim.asynchronous.combination import Combination
 from fedsim.asynchronous.policies.policy import Arrival, Policy
 from fedsim.asynchronous.policies.server import AsyncServer
+from fedsim.asynchronous.round_stats import Train
 from fedsim.clients import ClientAlgorithm, State, Stepper
 from fedsim.core.rows import Layout, new_rows
 from fedsim.errors import DivergedError, ExperimentError, called
 from fedsim.processes.shared_memory import share
 from fedsim.rounds.worker_states import WorkerStates
+from fedsim.training.batches import WorkItem
 from fedsim.training.shared_state import SharedState
 from fedsim.training.task import RunTask
-
-if TYPE_CHECKING:
-    from fedsim.asynchronous.dispatch import RoundStats, Train
 
 
 class GradientOnly(ClientAlgorithm):
@@ -36,7 +35,7 @@ class GradientOnly(ClientAlgorithm):
 
 VIEWS = {  # attributes that `attach` sets
     *("shared", "rows", "models", "_version", "read", "units", "alive_mask"),
-    *("global_row", "global_buffers", "worker_rows", "worker_buffers", "_mixing", "stats", "train"),
+    *("global_row", "global_buffers", "worker_rows", "worker_buffers", "_mixing", "train"),
 }
 
 
@@ -54,11 +53,9 @@ class ServerState(AsyncServer):
             steps or rounds, and whether the worker is present (1) or has left (0).
         tables: positions of embedding tables, of which a step changes only the rows with a nonzero gradient.
         combination: the aggregation rule and the attack.
-        stats: statistics of the current round.
         train: function that trains the workers in the given slots.
     """
 
-    stats: RoundStats
     train: Train
 
     def __init__(self, task: RunTask, shared: SharedState, worker_states: WorkerStates) -> None:
@@ -83,6 +80,9 @@ class ServerState(AsyncServer):
         self.has_buffers = shared.server.buffers.numel() > 0
         self.step_state = stepper.start(shared.server.row) if "shared" in policy.state_scope else {}
         self.worker_step_states = stepper.start(shared.cohort.rows) if "private" in policy.state_scope else {}
+        self.root_every, root_width = experiment.aggregate.root_every, d if experiment.rule.accepts("root") else 0
+        self.own_vector = new_rows(1, root_width, task.dtype, task.device)[0]
+        self.computed = torch.full((2,), -1)  # version at which `own_vector` was computed, and number of computations
         self.step_seconds = torch.ones(self.n, dtype=torch.double)
         self.tables: Tables = ()
         self.attach(shared)
@@ -159,13 +159,23 @@ class ServerState(AsyncServer):
         """Apply the rule to a single result, `rows[arrival.slot]`, in place. Return False if the rule rejects it."""
         return self._change(arrival, self.combination.admit)
 
+    def root(self) -> Tensor:
+        at, number = self.computed.tolist()
+        if number < 0 or self.version - at >= self.root_every:
+            self.computed[:] = torch.tensor([self.version, number + 1])
+            step = 0 if self.policy.work == "gradient" else None
+            row, self.worker_buffers[self.n] = self.rows[self.n].copy_(self.global_row), self.global_buffers
+            self.train([WorkItem(self.n, len(self.shared.data.shards), number + 2, None, step)])
+            self.own_vector.copy_(row if step == 0 else row - self.global_row)
+        return self.own_vector
+
     def admit(self, arrival: Arrival, vector: Tensor) -> bool:
         if self.combination.attacks:
             self.combination.attack(self, arrival, vector)
             if self.nonfinite != "keep" and not bool(vector.isfinite().all()):
                 if self.nonfinite == "error":
                     raise nonfinite_error(self.round, f"the result of worker {called(arrival.worker)}")
-                self.stats.excluded.append(arrival.worker)
+                self.combination.stats.excluded.append(arrival.worker)
                 return False
         return not self.combination.filters or self.combination.admit(self, arrival, vector)
 
@@ -209,6 +219,7 @@ class ServerState(AsyncServer):
     def own_tensors(self) -> dict[str, Tensor]:
         """Tensors by name that this object has created, without the engine's tensors."""
         tensors = {"replicas": self.replicas, "counts": self.counts, "step_seconds": self.step_seconds}
+        tensors |= {"own_vector": self.own_vector, "computed": self.computed}
         states = {"shared": self.step_state, "private": self.worker_step_states, "policy_state": self.policy_state}
         states["combination"] = self.combination.tensors
         return tensors | {f"{key}.{name}": tensor for key, state in states.items() for name, tensor in state.items()}

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush, nsmallest
 from typing import Any
 
-from fedsim.asynchronous.dispatch import Dispatcher, DispatcherState, Scheduler, Train
+from fedsim.asynchronous.dispatch import Dispatcher, DispatcherState, Scheduler
+from fedsim.asynchronous.round_stats import Train
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.core.snapshot import CheckpointModel, Counts, Number, Seconds
 from fedsim.errors import ExperimentError

@@ -147,21 +147,30 @@ class Settings(Table):
     def f(self) -> int:
         """Number of Byzantine updates that the rule must tolerate: `aggregate.f`, or the maximum number.
 
-        The maximum is that in a cohort or, on a graph, among the neighbours of an honest worker.
+        The maximum is that in a cohort. On a graph, `f_on_graph` has the number for each worker.
         """
-        if self.aggregate.f is not None:
-            return self.aggregate.f
         most = min(self.attack.count(self.workers), self.cohort_size)
-        if not most or not self.policy.component.uses_topology or not self.aggregate.takes_f:
-            return most
-        if self.policy.component.locking == "pair":
-            return 1
-        return min(most, self.policy.topology.component.most_neighbours(self.workers, self.seed, self.byzantine))
+        return most if self.aggregate.f is None else self.aggregate.f
 
     @cached_property
     def rule(self) -> Pipeline:
         """Aggregation rule with its parameters."""
         return self.aggregate.pipeline(self.f)
+
+    def f_on_graph(self, byzantine: Collection[int]) -> list[int]:
+        """Return the number of Byzantine models that the rule of each worker on a graph must tolerate.
+
+        It is `aggregate.f`, or the number of the worker's Byzantine neighbours. In a pair of workers, it is at most 1.
+
+        Args:
+            byzantine: Byzantine workers of all rounds; empty if they are drawn in each round or not known yet.
+        """
+        if self.aggregate.f is not None or not self.aggregate.takes_f:
+            return [self.f] * self.workers
+        adjacent = self.policy.topology.component.adjacency(self.workers, self.seed)
+        inside = (adjacent[:, sorted(byzantine)] if byzantine else adjacent).sum(1)
+        most = 1 if self.policy.component.locking == "pair" else self.attack.count(self.workers)
+        return np.minimum(inside, min(most, self.attack.count(self.workers))).tolist()
 
     @field_validator("groups", mode="before")
     @classmethod

@@ -428,14 +428,13 @@ def _checks_of_combinations(experiment: Settings) -> Iterator[Callable[[], objec
             place = f"aggregate.rule, which combines {{}} of {n} vectors with {where}"
             yield partial(rule.dry_run, size, lr, place=place, models=models)
         return
-    neighbours = [1]
+    counts = [1] * n
     if policy.locking != "pair":
-        matrix = experiment.policy.topology.component.mixing_matrix(n, experiment.seed)
-        neighbours = sorted({int(np.count_nonzero(np.delete(row, worker))) for worker, row in enumerate(matrix)})
-    for count in neighbours:
-        place = f"aggregate.rule, which combines {{}} models, a worker's and its neighbours', with {where}"
+        counts = experiment.policy.topology.component.adjacency(n, experiment.seed).sum(1).tolist()
+    place = f"aggregate.rule, which combines {{}} models, a worker's and its neighbours', with {where}"
+    for count, f in sorted(set(zip(counts, experiment.f_on_graph(experiment.byzantine), strict=True))):
         weights = torch.full((count + 1,), 1 / (count + 1), dtype=torch.double) if rule.accepts_weights else None
-        yield partial(rule.dry_run, count + 1, lr, weights, place=place, own=0)
+        yield partial(experiment.aggregate.pipeline(f).dry_run, count + 1, lr, weights, place=place, own=0)
 
 
 def _checks_of_schedules(experiment: Settings) -> Iterator[Callable[[], object]]:

@@ -147,8 +147,10 @@ def simulate(
     tables["policy"].topology = Topology.model_validate(topology)
     tables["attack"] = Attack(**(attack or {}))
     tables["records"] = SimpleNamespace(updates=[])
+    tables["aggregate"] = Aggregate(**(rule or {}))
     experiment = SimpleNamespace(**tables, seed=seed, buffers=buffers, nonfinite="error")
-    experiment.rule = Aggregate(**(rule or {})).pipeline(f)
+    experiment.rule = tables["aggregate"].pipeline(f)
+    experiment.f_on_graph = lambda byzantine: [f] * n
     experiment.local_lr, experiment.sends_gradients = LR, chosen.work == "gradient"
     byzantine = Attackers(frozenset(tables["attack"].workers or ()), start_round=tables["attack"].start_round)
     task = SimpleNamespace(experiment=experiment, dtype=wide, device=torch.device("cpu"), algorithm=GradientOnly())

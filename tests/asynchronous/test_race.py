@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 import fedsim
-from fedsim.asynchronous.dispatch import RoundStats
 from fedsim.asynchronous.policies import policy
 from fedsim.asynchronous.race.state import Measures, RaceState
 from fedsim.asynchronous.race.worker import LockedRaceWorker, ProcessResult
+from fedsim.asynchronous.round_stats import RoundStats
 from fedsim.core.randomness import batch_order, draw_key
 from fedsim.core.rows import Layout
 from fedsim.processes.process_pool import ProcessPool

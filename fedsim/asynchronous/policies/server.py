@@ -132,6 +132,13 @@ class AsyncServer(ABC):
         return slots, weights[slots]
 
     @abstractmethod
+    def root(self) -> Tensor:
+        """Return the vector [d] that the server computes from its own samples: a gradient or an update.
+
+        It is computed again every `aggregate.root_every` updates of the global model.
+        """
+
+    @abstractmethod
     def admit(self, arrival: Arrival, vector: Tensor) -> bool:
         """Apply the attack and the rule to the vector [d] that a worker sends, in place.
 

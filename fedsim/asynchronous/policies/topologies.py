@@ -22,7 +22,7 @@ before this correction. The spectral gap is 1 - max(|lambda_2|, |lambda_n|) for 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -95,16 +95,11 @@ class CommunicationGraph(Component):
             "all workers"
         )
 
-    def most_neighbours(self, n: int, seed: int, chosen: Sequence[int] = ()) -> int:
-        """Return the largest number of neighbours in `chosen` that any other of n workers has (in round 1).
-
-        If `chosen` is empty, return the largest number of neighbours.
-        """
-        is_neighbour = self.mixing_matrix(n, seed) > 0
-        np.fill_diagonal(is_neighbour, False)
-        columns = np.array(chosen or range(n))
-        rows = np.setdiff1d(np.arange(n), chosen)
-        return int(is_neighbour[np.ix_(rows, columns)].sum(1).max(initial=0))
+    def adjacency(self, n: int, seed: int) -> np.ndarray:
+        """Return which of n workers are neighbours (in round 1), bool [n, n]."""
+        adjacent = self.mixing_matrix(n, seed) > 0
+        np.fill_diagonal(adjacent, False)
+        return adjacent
 
     def metadata(self, n: int, seed: int) -> dict[str, Any]:
         """Return a description of the graph of n workers (of round 1 if it changes) as a JSON-serializable dict."""

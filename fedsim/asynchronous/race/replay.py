@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fedsim.asynchronous.dispatch import Dispatcher, DispatcherState, Scheduler, Train
+from fedsim.asynchronous.dispatch import Dispatcher, DispatcherState, Scheduler
 from fedsim.asynchronous.race.log import CANCELLED, LEFT, LogEntry
+from fedsim.asynchronous.round_stats import Train
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.errors import ExperimentError, show
 

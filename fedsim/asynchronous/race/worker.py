@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.asynchronous.dispatch import Dispatcher, RoundStats, Scheduler, SchedulerState
+from fedsim.asynchronous.dispatch import Dispatcher, Scheduler, SchedulerState
 from fedsim.asynchronous.race.log import CANCELLED, LEFT, TAKEN, LogEntry
 from fedsim.asynchronous.race.state import BUSY, FINISHED, HELD_BACK, IDLE, STATUS, WRITES_ENDED, Measures, RaceState
+from fedsim.asynchronous.round_stats import RoundStats
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.processes.process_context import LOCK
 from fedsim.rounds.executor import Executor

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedsim.asynchronous.dispatch import RoundStats, Scheduler, Train
+from fedsim.asynchronous.dispatch import Scheduler
 from fedsim.asynchronous.race.log import read_log
 from fedsim.asynchronous.race.replay import LoggedOrder
+from fedsim.asynchronous.round_stats import RoundStats, Train
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.asynchronous.virtual_clock import VirtualClock
 from fedsim.config.experiment import Experiment
@@ -78,6 +79,7 @@ class ClockLoop(Loop):
             self._engine.run(Executor.check_and_test, round)
             tested = EvaluationResult.of(self._task, self._engine.shared)
             tested.metrics.update(policy.numbers(self._server))
+            tested.metrics.update(dispatcher.stats.rule_metrics())
         stats = dispatcher.stats
         return RoundRecord(
             round=round,
@@ -122,6 +124,7 @@ def work_of(stats: RoundStats, bytes_up: int, bytes_down: int) -> dict[str, Any]
         "cohort": cohort,
         "samples": [stats.samples[worker] for worker in cohort],
         "excluded": sorted(stats.excluded),
+        "weights": stats.weights(cohort),
         "bytes_up": stats.up * bytes_up,
         "bytes_down": stats.down * bytes_down,
     }
