@@ -23,8 +23,7 @@ from torch import Tensor
 from fedsim.aggregation import AggregationInputs, Pipeline
 from fedsim.aggregation.numerics.columns import bad_rows
 from fedsim.aggregation.pipeline import AggregationResult
-from fedsim.asynchronous.policies.policy import Arrival
-from fedsim.asynchronous.policies.server import AsyncServer
+from fedsim.asynchronous.policies.server import Arrival, AsyncServer
 from fedsim.asynchronous.round_stats import RoundStats
 from fedsim.clients import State
 from fedsim.core.rows import index_of, new_rows

@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from fedsim.asynchronous.policies.policy import Arrival, Work
+from fedsim.asynchronous.policies.policy import Work
+from fedsim.asynchronous.policies.server import Arrival
 from fedsim.asynchronous.round_stats import RoundStats, Train
 from fedsim.asynchronous.server_state import ServerState, nonfinite_error
 from fedsim.clients import ClientAlgorithm

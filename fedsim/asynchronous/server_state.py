@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.asynchronous.combination import Combination
-from fedsim.asynchronous.policies.policy import Arrival, Policy
-from fedsim.asynchronous.policies.server import AsyncServer
+from fedsim.asynchronous.policies.policy import Policy
+from fedsim.asynchronous.policies.server import Arrival, AsyncServer
 from fedsim.asynchronous.round_stats import Train
 from fedsim.clients import ClientAlgorithm, State, Stepper
 from fedsim.core.rows import Layout, new_rows

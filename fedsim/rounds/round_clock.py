@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from fedsim.config.experiment import Experiment
 from fedsim.core.snapshot import CheckpointModel, Counts, Seconds
 from fedsim.delays import Delays
 from fedsim.errors import ExperimentError
@@ -20,13 +21,16 @@ from fedsim.training.shared_state import SharedState, message_bytes
 from fedsim.training.task import RunTask
 
 
-def delays_of(task: RunTask) -> Delays:
-    """Return the simulated delays of workers and network, from the settings `clock.*` and `attack.slowdown`."""
-    experiment, clock, chosen = task.experiment, task.experiment.clock, task.experiment.attack.slowdown
+def delays_of(experiment: Experiment, attackers: Collection[int] = ()) -> Delays:
+    """Return the simulated delays of workers and network, from the settings `clock.*` and `attack.slowdown`.
+
+    `attackers` are the Byzantine workers of all rounds.
+    """
+    clock, chosen = experiment.clock, experiment.attack.slowdown
     slowdowns, noise = clock.slowdown.component(experiment.workers, experiment.seed), clock.noise.component
     if chosen is not None:
         byzantine = np.zeros(experiment.workers, dtype=bool)
-        byzantine[sorted(task.byzantine.fixed)] = True
+        byzantine[sorted(attackers)] = True
         of_others = slowdowns[~byzantine]
         bounds = {"fastest": of_others.min(), "slowest": of_others.max()}
         slowdowns = np.where(byzantine, bounds[chosen] if isinstance(chosen, str) else chosen, slowdowns)
@@ -186,4 +190,4 @@ def clock_of(task: RunTask, shared: SharedState) -> Clock:
         return NoClock()
     row_bytes = 0 if task.experiment.downlink else shared.server.row.nbytes - personal_bytes(task)
     messages = sum(message_bytes(task, shared))
-    return RoundClock(delays_of(task), row_bytes, buffer_bytes(task, shared), messages)
+    return RoundClock(delays_of(task.experiment, task.byzantine.fixed), row_bytes, buffer_bytes(task, shared), messages)

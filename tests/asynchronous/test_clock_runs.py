@@ -292,13 +292,21 @@ def test_the_records_of_a_run_by_hand():
         "staleness": {"0": 2, "2": 1},
         "buffered": 0,
         "discarded": 0,
+        "rejected": {},
     }
     assert first["bytes_up"] == 3 * 84
     assert first["bytes_down"] == 3 * 84
     assert second["virtual_seconds"] == 6.0
     assert second["cohort"] == [0]
     assert second["samples"] == [8]
-    assert second["asynchronous"] == {"updates": 4, "arrivals": 4, "staleness": {"0": 1}, "buffered": 0, "discarded": 0}
+    assert second["asynchronous"] == {
+        "updates": 4,
+        "arrivals": 4,
+        "staleness": {"0": 1},
+        "buffered": 0,
+        "discarded": 0,
+        "rejected": {},
+    }
     assert second["bytes_down"] == 2 * 84
 
 

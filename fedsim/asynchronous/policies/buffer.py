@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedsim.asynchronous.policies.policy import Arrival
-from fedsim.asynchronous.policies.server import AsyncServer
+from fedsim.asynchronous.policies.server import Arrival, AsyncServer
 from fedsim.clients import State
 
 

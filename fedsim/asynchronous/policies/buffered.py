@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from pydantic import Field, PositiveInt
 
-from fedsim.asynchronous.policies.policy import Arrival, Policy, policy
-from fedsim.asynchronous.policies.server import AsyncServer
+from fedsim.asynchronous.policies.policy import Policy, policy
+from fedsim.asynchronous.policies.server import Arrival, AsyncServer
 from fedsim.clients import State
 from fedsim.core.rows import index_of
 from fedsim.errors import ExperimentError

@@ -17,8 +17,8 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from fedsim.aggregation import column_blocks
-from fedsim.asynchronous.policies.policy import Arrival, Policy, StateScope, policy
-from fedsim.asynchronous.policies.server import AsyncServer
+from fedsim.asynchronous.policies.policy import Policy, StateScope, policy
+from fedsim.asynchronous.policies.server import Arrival, AsyncServer
 from fedsim.clients import State
 from fedsim.core.numbers import Fraction
 from fedsim.core.randomness import numpy_generator

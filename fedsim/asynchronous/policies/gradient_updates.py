@@ -13,8 +13,8 @@ import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from fedsim.asynchronous.policies.buffer import collect, new_buffer
-from fedsim.asynchronous.policies.policy import Arrival, Locking, Policy, StateScope, policy
-from fedsim.asynchronous.policies.server import AsyncServer
+from fedsim.asynchronous.policies.policy import Locking, Policy, StateScope, policy
+from fedsim.asynchronous.policies.server import Arrival, AsyncServer
 from fedsim.clients import State
 from fedsim.core.numbers import FractionBelowOne
 from fedsim.errors import ExperimentError

@@ -10,8 +10,8 @@ import torch
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from fedsim.asynchronous.policies.buffer import collect, new_buffer
-from fedsim.asynchronous.policies.policy import Arrival, Policy, policy
-from fedsim.asynchronous.policies.server import AsyncServer
+from fedsim.asynchronous.policies.policy import Policy, policy
+from fedsim.asynchronous.policies.server import Arrival, AsyncServer
 from fedsim.clients import State
 from fedsim.core.numbers import FractionBelowOne, PositiveFraction
 from fedsim.errors import ExperimentError

@@ -21,31 +21,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
-from fedsim.asynchronous.policies.server import AsyncServer
+from fedsim.asynchronous.policies.server import Arrival, AsyncServer
 from fedsim.clients import State
 from fedsim.core.registry import Registry
 
 Work = Literal["gradient", "model"]
 Locking = Literal["server", "pair", "nothing"]
 StateScope = frozenset[Literal["shared", "private"]]
-
-
-class Arrival(NamedTuple):
-    """The result of one worker, which has arrived at the server as `server.rows[slot]`.
-
-    Attributes:
-        slot: position of the worker among the workers that train at the same time.
-        worker: ID of the worker.
-        unit: number of steps or rounds that were started in this slot before this one.
-        staleness: number of updates of the global model since the worker read it.
-    """
-
-    slot: int
-    worker: int
-    unit: int
-    staleness: int
 
 
 class Policy(ABC):

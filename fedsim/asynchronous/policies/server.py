@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,21 @@ from fedsim.aggregation.rules.averages import mean
 from fedsim.clients import State, Stepper
 from fedsim.core.rows import index_of
 
-if TYPE_CHECKING:
-    from fedsim.asynchronous.policies.policy import Arrival
+
+class Arrival(NamedTuple):
+    """The result of one worker, which has arrived at the server as `server.rows[slot]`.
+
+    Attributes:
+        slot: position of the worker among the workers that train at the same time.
+        worker: ID of the worker.
+        unit: number of steps or rounds that were started in this slot before this one.
+        staleness: number of updates of the global model since the worker read it.
+    """
+
+    slot: int
+    worker: int
+    unit: int
+    staleness: int
 
 
 class AsyncServer(ABC):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from fedsim.asynchronous.policies.policy import Arrival
+from fedsim.asynchronous.policies.server import Arrival
 from fedsim.asynchronous.race.state import WRITES_BEGUN
 from fedsim.asynchronous.race.worker import ProcessResult, RaceWorker
 from fedsim.asynchronous.server_state import nonfinite_error

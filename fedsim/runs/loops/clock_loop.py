@@ -54,7 +54,7 @@ class ClockLoop(Loop):
         if clock.replay_log is not None:
             log = read_log(clock.replay_log, experiment.resolved())
             return LoggedOrder(log, clock.replay_log, server, scheduler, train)
-        delays = delays_of(self._task)
+        delays = delays_of(self._task.experiment, self._task.byzantine.fixed)
         departures = {int(worker): at for worker, at in clock.departures.items()}
         if experiment.cohort_size == experiment.workers:
             server.step_seconds.copy_(torch.from_numpy(delays.base * delays.slowdowns))
