@@ -121,6 +121,9 @@ class Display(Callback):
         if at_top := sum(record.top_bytes or 0 for record in result.history):
             in_all = sum(record.total_bytes or 0 for record in result.history)
             self._print(f"{show_bytes(in_all - at_top)} between workers and groups, {show_bytes(at_top)} at the top")
+        if updates := sum(record.race.updates or 0 for record in result.history if record.race):
+            lost = sum(record.race.updates_lost or 0.0 for record in result.history if record.race)
+            self._print(f"{lost:,.0f} of {updates:,} updates were lost (estimated), {100 * lost / updates:.2f} %")
 
     def on_drawing(self) -> None:
         """Tell the user why the run waits: drawing the figures takes longer than a second."""

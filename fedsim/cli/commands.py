@@ -269,7 +269,9 @@ Scale = Annotated[
         "with at least three numbers, such as attack.scale.",
     ),
 ]
-FigureKind = Annotated[str, typer.Option(help="Kind of figure: curves or heatmap.")]
+FigureKind = Annotated[
+    str, typer.Option(help="Kind of figure: curves, heatmap, or timeline (of a run on the virtual clock, or a race).")
+]
 Style = Annotated[str, typer.Option(help="Style: paper (8 pt, TrueType fonts, no title) or screen (with a title).")]
 Width = Annotated[float | None, typer.Option(help="Width in inches.", show_default="3.35; 6.9 for several panels")]
 Height = Annotated[float | None, typer.Option(help="Height in inches.", show_default="fits the content")]
@@ -299,7 +301,7 @@ def plot(
     with errors_as_lines("fedsim.comparison"):
         from fedsim.comparison.axes import split_at_commas
         from fedsim.comparison.labels import labels_of
-        from fedsim.comparison.paper_figure import comparison_of_sources
+        from fedsim.comparison.paper_figure import comparison_of_sources, timeline_table
         from fedsim.comparison.paper_figure import plot as draw
 
         keys = {word: word.partition("=") for word in words if "=" in word and not is_folder(word)}
@@ -309,12 +311,13 @@ def plot(
                 f"{show(words[0])}: is not a folder; put the folder of a run or of a comparison first"
             )
         source = comparison_of_sources(folders)
+        only = {key: split_at_commas(values) for key, _, values in keys.values()}
         figure = draw(
             source,
             metric=metric,
             x=x,
             kind=kind,  # type: ignore[arg-type]  # checked there
-            only={key: split_at_commas(values) for key, _, values in keys.values()},
+            only=only,
             style=style,  # type: ignore[arg-type]
             width=width,
             height=height,
@@ -323,6 +326,8 @@ def plot(
             labels=labels_of(label or [], source.axes),
             out=out,
         )
+        if kind == "timeline":
+            print(timeline_table(source, only))
         print(figure.get_label())
         print(out)
 

@@ -1,4 +1,4 @@
-"""Data of the figures of a comparison: lines and heat maps.
+"""Data of the figures of a comparison (lines and heat maps) and of a run (its workers over virtual time).
 
 `fedsim.comparison.on_paper` draws these figures with matplotlib, and `fedsim.report.on_page` with plotly.
 """
@@ -18,12 +18,17 @@ from fedsim.comparison.compared_runs import ComparedRuns
 from fedsim.comparison.rows import SEED, Group, MeanCurve, Row, mean_curve, mean_over_values, value_curves
 from fedsim.comparison.tables import listed, mean_cells
 from fedsim.core.confidence import FEWEST_FOR_BAND, decimals_of, estimate, fixed
-from fedsim.records.formatting import comparison_title, key_name
+from fedsim.errors import called
+from fedsim.records.figures import MOST_ROWS
+from fedsim.records.formatting import amount, comparison_title, key_name, percent
 from fedsim.records.numbers import SCALES
-from fedsim.records.record import Metric
+from fedsim.records.reader import Run
+from fedsim.records.record import Metric, TimelineRecord
 from fedsim.system.files import to_csv
 
 MOST_NAMES = 2  # maximum number of names in a cell of a heat map
+MOST_CELLS = 48  # maximum number of cells per row of a timeline
+TRAINS, WAITS, DROPPED, UNFINISHED = "trains", "waits", "trains for a dropped result", "no result before the end"
 
 
 @dataclass(frozen=True)
@@ -277,3 +282,168 @@ def heatmap_csv(comparison: ComparedRuns, over: tuple[str, str]) -> str:
             winners, tied = ("; ".join(label(row.point[first]) for row in rows) for rows in (group.winners, group.tied))
             rows.append([*cells, winners, *mean_cells(best.score), tied])
     return to_csv(rows)
+
+
+class Spell(NamedTuple):
+    """A part of a round in a timeline, in which the workers of a row do the same.
+
+    Attributes:
+        row: index of the row.
+        does: what the workers do: TRAINS, WAITS, DROPPED or UNFINISHED.
+        start: virtual time at which the part begins. Only its length is exact, because rounds do not record the order.
+        seconds: length in virtual seconds.
+        staleness: mean staleness of the results, if the workers train for results that were used.
+        cell: rounds of the cell as text, such as "round 3", and the part's share of the time, such as "25 %".
+    """
+
+    row: int
+    does: str
+    start: float
+    seconds: float
+    staleness: float
+    cell: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Table and figure of a run: what its workers do over time.
+
+    Attributes:
+        title, remark: title of the figure, and the text below.
+        what: what a row of the figure shows.
+        head, table: headings and texts of the table. The first column contains the labels of the rows.
+        spells: parts of the rows. Empty for a race, which has no virtual time.
+        ends: virtual time at the end of each cell.
+        bars: for a race, the number of updates in each row of the table, and the number of lost updates.
+    """
+
+    title: str
+    remark: str
+    what: str
+    head: list[str]
+    table: list[list[str]]
+    spells: list[Spell]
+    ends: list[float]
+    bars: list[tuple[float, ...]]
+
+
+def timeline(run: Run) -> Timeline | None:
+    """Return what the workers of a run do over virtual time, or the lost updates of a race. None for other runs.
+
+    If there are more than `MOST_ROWS` workers, each row shows several workers of about the same speed.
+    """
+    if any(record.race for record in run.history):
+        return _lost_updates(run)
+    rounds = [(each.round, each.virtual_seconds, each.timeline) for each in run.history]
+    known = [(round, end, spent) for round, end, spent in rounds if end and end > 0 and spent is not None]
+    if not known:
+        return None
+    rows, labels = _rows_of_workers(run, [spent for *_, spent in known])
+    row_of = {worker: row for row, workers in enumerate(rows) for worker in workers}
+    per_cell = math.ceil(len(known) / MOST_CELLS)
+    cells = [known[start : start + per_cell] for start in range(0, len(known), per_cell)]
+    numbers = np.zeros((5, len(rows), len(cells)))  # seconds of training and waiting, used, dropped, sum of staleness
+    for index, of_cell in enumerate(cells):
+        for _, _, spent in of_cell:
+            stale = np.array(spent.used, float) * spent.staleness
+            of_workers = np.array([spent.training, spent.waiting, spent.used, spent.dropped, stale])
+            np.add.at(numbers[:, :, index].T, [row_of[worker] for worker in spent.workers], of_workers.T)
+    ends = np.maximum.accumulate([0.0, *(of_cell[-1][1] for of_cell in cells)])
+    names = [f"round {a}" if a == b else f"rounds {a} to {b}" for a, b in ((one[0][0], one[-1][0]) for one in cells)]
+    training, waiting, used, dropped, stale = (part.sum(1) for part in numbers)
+    sizes = np.array(list(map(len, rows)))
+    table = [
+        [label, *map(percent, (trained / size / ends[-1], waited / size / ends[-1])), *map(amount, counts)]
+        for label, size, trained, waited, *counts in zip(
+            labels, sizes, training, waiting, used, dropped, stale / np.maximum(1, used), strict=True
+        )
+    ]
+    cell = "one round" if per_cell == 1 else f"{per_cell} rounds"
+    marks = "; (B): Byzantine" if run.byzantine else ""
+    return Timeline(
+        title="Workers over virtual time",
+        remark=f"{run.name}: each cell is {cell}, divided by the time that was spent, waiting last{marks}",
+        what="worker" if len(rows) == sizes.sum() else f"training seconds per result ({sizes.max()} workers per row)",
+        head=["workers", "trains", "waits", "used", "dropped", "staleness"],
+        table=table,
+        spells=_spells(numbers, ends, sizes, names),
+        ends=ends[1:].tolist(),
+        bars=[],
+    )
+
+
+def _rows_of_workers(run: Run, records: Sequence[TimelineRecord]) -> tuple[list[list[int]], list[str]]:
+    """Return the IDs of the workers in each row, and the labels of the rows.
+
+    Several workers in a row are about equally fast, and either all or none of them are Byzantine.
+    """
+    spent: dict[int, list[float]] = {}  # seconds of training and number of results, by worker
+    for record in records:
+        columns = zip(record.workers, record.training, record.used, record.dropped, strict=True)
+        for worker, training, used, dropped in columns:
+            total = spent.setdefault(worker, [0.0, 0])
+            total[0] += training
+            total[1] += used + dropped
+    if len(spent) <= MOST_ROWS:
+        rows = [[worker] for worker in sorted(spent)]
+        names = [called(worker, run.partition.names) for worker in sorted(spent)]
+    else:
+        pace = {worker: seconds / results if results else math.inf for worker, (seconds, results) in spent.items()}
+        ordered = sorted(pace, key=lambda worker: (pace[worker], worker))
+        groups = [[worker for worker in ordered if (worker in run.byzantine) == evil] for evil in (False, True)]
+        size = math.ceil(len(ordered) / (MOST_ROWS - 1))  # each group may have a last row with fewer workers
+        rows = [group[start : start + size] for group in groups for start in range(0, len(group), size)]
+        rows.sort(key=lambda workers: pace[workers[len(workers) // 2]])
+        medians = [pace[workers[len(workers) // 2]] for workers in rows]
+        names = ["no result" if seconds == math.inf else f"{seconds:.3g} s" for seconds in medians]
+    marks = [" (B)" if workers[0] in run.byzantine else "" for workers in rows]
+    return rows, [name + mark for name, mark in zip(names, marks, strict=True)]
+
+
+def _spells(numbers: np.ndarray, ends: np.ndarray, sizes: np.ndarray, names: Sequence[str]) -> list[Spell]:
+    """Return the parts of all rows. `numbers` [5, rows, cells] are those of `timeline`, and `ends` [1 + cells]."""
+    lengths = np.diff(ends)
+    busy = numbers[:2].sum((0, 1)) / np.where(lengths > 0, lengths, math.inf)
+    places = np.maximum(1, sizes * min(1.0, busy.max() / sizes.sum()))  # workers of each row at the same time
+    spells = []
+    for row, of_row in enumerate(numbers.transpose(1, 2, 0)):
+        results = (0.0, 0.0, 0.0)  # of this cell, or of the next one with results: what the training leads to
+        for cell in reversed(range(len(lengths))):
+            training, waiting, *of_cell = of_row[cell].tolist()
+            results = tuple(of_cell) if of_cell[0] + of_cell[1] else results
+            used, dropped, stale = results
+            total, room = used + dropped, places[row] * lengths[cell]
+            scale, start = float(lengths[cell] / max(room, training + waiting, 1e-300)), float(ends[cell])
+            parts = {TRAINS: used, DROPPED: dropped, UNFINISHED: 0.0 if total else 1.0}
+            shares = {does: part * training / (total or 1.0) for does, part in parts.items()}
+            for does, seconds in (shares | {WAITS: waiting}).items():
+                if seconds * scale > 0:
+                    share = percent(seconds * scale / lengths[cell])
+                    staleness = stale / used if does == TRAINS else 0.0
+                    spells.append(Spell(row, does, start, seconds * scale, staleness, f"{names[cell]}, {share}"))
+                    start += seconds * scale
+    return spells
+
+
+def _lost_updates(run: Run) -> Timeline:
+    rounds = [(record.round, record.race) for record in run.history if record.race]
+    per_row = math.ceil(len(rounds) / MOST_ROWS)
+    parts = [rounds[start : start + per_row] for start in range(0, len(rounds), per_row)]
+    labels = [f"{part[0][0]}" + f" to {part[-1][0]}" * (len(part) > 1) for part in parts]
+    bars = [
+        tuple(float(sum(race[key] or 0 for _, race in part)) for key in ("updates", "updates_lost")) for part in parts
+    ]
+    updates, lost = (sum(counts) for counts in zip(*bars, strict=True))
+    return Timeline(
+        title="Lost updates of a race",
+        remark=f"{run.name}: {percent(lost / max(1.0, updates))} of the updates were overwritten (estimated)",
+        what="round",
+        head=["round", "updates", "lost", "share"],
+        table=[
+            [label, amount(updates), amount(lost), percent(lost / max(1.0, updates))]
+            for label, (updates, lost) in zip(labels, bars, strict=True)
+        ],
+        spells=[],
+        ends=[],
+        bars=bars,
+    )

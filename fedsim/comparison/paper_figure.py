@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fedsim.comparison.axes import axis_called, label
-from fedsim.comparison.on_paper import draw_curves, draw_heatmap, draw_values
+from fedsim.comparison.figures import Timeline, timeline
+from fedsim.comparison.on_paper import draw_curves, draw_heatmap, draw_timeline, draw_values
 from fedsim.comparison.plan import hint_for
 from fedsim.comparison.results import Comparison, comparison_of, read_records
 from fedsim.comparison.rows import canonical, numeric_axes
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Source = Result | Run | Comparison | str | Path
-Kind = Literal["curves", "heatmap"]
+Kind = Literal["curves", "heatmap", "timeline"]
 LEAST_INCHES, MOST_INCHES = 1, 30  # limits of width and height; 30 inches are 9,000 pixels in style "paper"
 
 
@@ -63,7 +64,9 @@ def plot(
             both directions), "top_bytes" (of these, between groups and the top level), "samples" (processed by all
             workers) or "epsilon" (of differential privacy), or the key of a compared setting with three or more
             numbers, such as "attack.scale", to draw the final results over its values.
-        kind: "curves", or "heatmap" for a heat map of the final results.
+        kind: "curves", "heatmap" for a heat map of the final results, or "timeline" for a single run on the virtual
+            clock: when each worker trains and waits, how stale its results are, and which of them are dropped. For a
+            race, the lost updates of each round.
         only: values to draw for some keys of a comparison, such as {"attack": ["none", "alie"]}. Lines keep the
             colours that they have in the figure of the whole comparison.
         labels: other names for keys and values, such as {"weighted_mean": "FedAvg"}, by the name that is drawn.
@@ -93,7 +96,10 @@ def plot(
     comparison = _with_metric(metric, _only(comparison_of_sources(sources), only or {})).renamed(labels or {})
     look = STYLES[style]
     with look.applied():
-        figure = _heatmap(comparison, look) if kind == "heatmap" else _curves(comparison, x, look)
+        if kind == "timeline":
+            figure = draw_timeline(timeline_of(comparison), look)
+        else:
+            figure = _heatmap(comparison, look) if kind == "heatmap" else _curves(comparison, x, look)
         _set_range(figure, kind, "x", x_range)
         _set_range(figure, kind, "y", y_range)
         own_width, own_height = figure.get_size_inches()
@@ -155,6 +161,32 @@ def _heatmap(comparison: Comparison, style: FigureStyle) -> Figure:
             "those of --tune and --worst"
         )
     return figure
+
+
+def timeline_of(comparison: Comparison) -> Timeline:
+    """Return the timeline of the only run in `comparison`.
+
+    Raises ExperimentError if there are more runs, or if the run has neither a virtual clock nor races.
+    """
+    run, *others = comparison.runs
+    if others:
+        raise ExperimentError(
+            f'kind = "timeline": shows a single run, not {len(comparison.runs)}; name the folder of one run'
+        )
+    if (shown := timeline(run)) is None:
+        raise ExperimentError(
+            f'kind = "timeline": {run.folder or run.name} has neither a virtual clock nor lost updates; run it with '
+            "mode=clock or mode=race"
+        )
+    return shown
+
+
+def timeline_table(comparison: Comparison, only: Mapping[str, Any]) -> str:
+    """Return the numbers of the figure `kind="timeline"` as a text table with at most 40 lines."""
+    shown = timeline_of(_only(comparison, only))
+    columns = list(zip(shown.head, *shown.table, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    return "\n".join("  ".join(map(str.rjust, cells, widths)) for cells in zip(*columns, strict=True))
 
 
 def _records_of(source: Source) -> Run | Comparison:

@@ -13,10 +13,15 @@ from typing import Any
 import numpy as np
 
 from fedsim.comparison.figures import (
+    DROPPED,
+    TRAINS,
+    UNFINISHED,
+    WAITS,
     HeatCell,
     HeatMap,
     Line,
     LineChart,
+    Timeline,
     best_cell,
     curves,
     curves_along,
@@ -51,6 +56,13 @@ PALETTE = (
     *("#4269d0", "#e8a013", "#e8594b", "#3aa8a0", "#3ca951"),
     *("#e070a0", "#a463f2", "#6fa3ea", "#9c6b4e", "#8b9099"),
 )
+STALENESS = ("#b5d3f2", "#4f8fd8", "#1c4b94")  # from low to high, on light and on dark pages
+SPELLS: dict[str, dict[str, Any]] = {
+    TRAINS: {"color": STALENESS[1]},
+    DROPPED: {"color": EXCLUDED, "pattern": {"shape": "x", "fgcolor": BYZANTINE, "bgcolor": "rgba(0, 0, 0, 0)"}},
+    WAITS: {"color": "rgba(128, 128, 128, 0.25)"},
+    UNFINISHED: {"color": STALENESS[1], "pattern": {"shape": "/", "bgcolor": "rgba(0, 0, 0, 0)"}},
+}
 
 CONFIG = {
     "responsive": True,
@@ -551,6 +563,53 @@ def workers_chart(results: WorkerResults) -> dict[str, Any]:
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
     }
     return figure(traces, layout)
+
+
+def timeline_chart(shown: Timeline) -> dict[str, Any]:
+    """Return a chart of what the workers of a run do over virtual time, or of the lost updates of a race."""
+    labels = [row[0] for row in shown.table]
+    common: dict[str, Any] = {"barmode": "stack", "showlegend": True}
+    common["legend"] = {"orientation": "h", "x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom"}
+    traces: list[dict[str, Any]] = []
+    if shown.bars:
+        updates, lost = map(np.array, zip(*shown.bars, strict=True))
+        for name, counts, look in (("updates that were kept", updates - lost, TRAINS), ("lost updates", lost, DROPPED)):
+            bars = {"type": "bar", "name": name, "marker": SPELLS[look]}
+            traces.append({**bars, "x": labels, "y": [rounded(count) for count in counts.tolist()]})
+        axes = {"xaxis": axis(shown.what, type="category"), "yaxis": value_axis("updates", "")}
+        return figure(traces, {**common, "height": 320, "hovermode": "x unified", **axes})
+    stale = max((spell.staleness for spell in shown.spells), default=0.0)
+    scale = {"colorscale": [[i / 2, color] for i, color in enumerate(STALENESS)], "cmin": 0, "cmax": stale}
+    for does, marker in SPELLS.items():
+        spells = [spell for spell in shown.spells if spell.does == does]
+        if not spells:
+            continue
+        texts = [f"{plain(labels[spell.row])}, {spell.cell}: {does}" for spell in spells]
+        if does == TRAINS:
+            texts = [f"{text}, staleness {spell.staleness:.3g}" for text, spell in zip(texts, spells, strict=True)]
+        if does == TRAINS and stale:  # plotly's own colour scales log a warning for each bar
+            marker = {"color": [_shade(spell.staleness / stale) for spell in spells]}
+            traces.append({"type": "scatter", "x": [None], "y": [None], "mode": "markers", "showlegend": False})
+            traces[-1]["marker"] = {"color": [0], "coloraxis": "coloraxis"}  # for the colour bar
+        bar: dict[str, Any] = {"type": "bar", "orientation": "h", "width": 0.8, "name": does, "marker": marker}
+        bar |= {"base": [rounded(spell.start, "s") for spell in spells], "y": [spell.row for spell in spells]}
+        bar |= {"x": [rounded(spell.seconds, "s") for spell in spells], "customdata": texts}
+        traces.append({**bar, "hovertemplate": "%{customdata}<extra></extra>"})
+    layout = {
+        **common,
+        "height": 20 * len(labels) + 150,
+        "barmode": "overlay",
+        "coloraxis": scale,
+        "xaxis": value_axis("virtual seconds", "s", range=[0, shown.ends[-1]]),
+        "yaxis": label_axis(shown.what, labels, autorange="reversed"),
+    }
+    return figure(traces, with_color_bar(layout, "staleness"), min_width=544)
+
+
+def _shade(share: float) -> str:
+    """Return the colour at a position from 0 to 1 of the scale of staleness."""
+    channels = zip(*([int(color[place : place + 2], 16) for place in (1, 3, 5)] for color in STALENESS), strict=True)
+    return "#" + "".join(f"{round(float(np.interp(share, (0, 0.5, 1), channel))):02x}" for channel in channels)
 
 
 # -- Parts of plotly figures

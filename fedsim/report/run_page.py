@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from fedsim.comparison.figures import timeline
 from fedsim.core.input_limits import leaves_of
 from fedsim.errors import called, plural
 from fedsim.records import formatting as fmt
@@ -35,8 +36,10 @@ FACTS = {
 
 def run_page(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the variables of the HTML page of a run, and the lists of figures of its charts."""
+    shown = timeline(run)
     figures: dict[str, list[Any]] = {
         "curves-chart": on_page.run_curves(run),
+        "timeline-chart": [shown and on_page.timeline_chart(shown)],
         "time-chart": [on_page.run_time(run)],
         "weights-chart": [on_page.weights_heat_map(run)],
         "partition-chart": [on_page.partition_heat_map(run.partition)],
@@ -55,6 +58,7 @@ def run_page(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
         "metrics": [chart.label for chart in charts_of([run])],
         "scales": scale_choices([run]),
         "weights_note": _weights_note(run),
+        "timeline": shown,
     }
     return context, charts
 
