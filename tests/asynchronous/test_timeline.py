@@ -132,8 +132,12 @@ def test_more_workers_share_at_most_40_rows_by_speed(workers, monkeypatch):
     assert sum(row[0].endswith(" (B)") for row in shown.table) == -(-len(byzantine) // -(-workers // 39))
 
 
-CLOCK = {"model": "tests.models:Normalised", "data": {"name": "tests.components:tiny", "train": 90}, "engine": "serial"}
-CLOCK |= {"mode": "clock", "rounds": 2, "local": {"batch_size": 4, "steps": 2}}
+CLOCK = {
+    "model": "tests.models:Normalised",
+    "data": {"name": "tests.components:tiny", "train": 200},
+    "engine": "serial",
+}
+CLOCK |= {"engine": "serial", "mode": "clock", "rounds": 2, "local": {"batch_size": 4, "steps": 2}}
 CLOCK |= {"clock": {"slowdown": {"name": "linear", "ratio": 4}, "noise": "lognormal"}}
 KINDS = {
     "dropped": ({"policy": {"name": "k_sync", "k": 2}, "workers": 4}, [TRAINS, DROPPED, WAITS], 4),
