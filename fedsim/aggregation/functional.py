@@ -58,7 +58,7 @@ def aggregate(
         root: update computed on the server's own data (for fltrust), [d] or with the structure of one update.
         losses: loss of each worker (for qfedavg), [n].
         last: previous aggregate, where centered_clipping starts, [d] or with the structure of one update.
-        own: position of the aggregating worker's own row (for clipped_gossip, remove_then_clip, ios and bridge).
+        own: position of the aggregating worker's own row (for clipped_gossip, ios and bridge).
         seed: seed of random draws (for bucketing, dnc and signguard).
         nonfinite: how to treat updates that contain NaN or infinity: "error", "exclude" or "keep". Excluded updates
             count as Byzantine. Updates with weight 0 may contain NaN. With "keep", the result may contain NaN, and

@@ -28,7 +28,7 @@ from fedsim.asynchronous.round_stats import RoundStats
 from fedsim.clients import State
 from fedsim.core.rows import index_of, new_rows
 from fedsim.core.snapshot import Snapshot
-from fedsim.errors import ExperimentError
+from fedsim.errors import DivergedError, ExperimentError
 from fedsim.training.task import RunTask
 from fedsim.training.weights import screen
 
@@ -202,6 +202,8 @@ class Combination:
             weights: weights of `others` and, last, of the worker itself, float64 [k + 1].
             moment: key for random numbers, which differ between the workers that receive.
         """
+        if not others:
+            return torch.zeros_like(models[slot])
         attackers, slots, moment = self.attackers(server.round), sorted([*others, slot]), (*moment, slot)
         order = torch.tensor([[*others, slot].index(other) for other in slots])
         rows = models[index_of(slots, models.device)] - models[slot]
@@ -309,7 +311,13 @@ class Combination:
             self.recorded = self._copies(server, replace(inputs, weights=weights), place)
         bad = [] if task.experiment.nonfinite == "keep" else bad_rows(rows)
         finite = screen(task, server.round, inputs, bad)
-        result = rule(finite)
+        try:
+            result = rule(finite)
+        except DivergedError:
+            raise
+        except ExperimentError as error:
+            where = f"round {server.round}: aggregate.rule, which combines {len(finite.updates)} vectors here"
+            raise ExperimentError(*(f"{where}: {line}" for line in error.lines)) from None
         if task.experiment.nonfinite != "keep":
             rule.require_finite_result(result.update, server.round)
         if remember:

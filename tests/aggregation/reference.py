@@ -209,7 +209,7 @@ def gossip_weights(x, own, weights):
     return weights, np.array([np.linalg.norm(row - x[own]) for row in x])
 
 
-def clipped_gossip(x, f, own, weights=None, tau=None, removes=False):
+def clipped_gossip(x, f, own, weights=None, tau=None):
     weights, away = gossip_weights(x, own, weights)
     farthest = set(first_least(-away, f).tolist())
     if tau is None:
@@ -217,13 +217,9 @@ def clipped_gossip(x, f, own, weights=None, tau=None, removes=False):
         tau = math.sqrt(spread / sum(weights[j] for j in farthest)) if f else math.inf
     result = x[own].copy()
     for j in range(len(x)):
-        if j != own and not (removes and j in farthest):
+        if j != own:
             result += weights[j] * (x[j] - x[own]) * (1 if away[j] <= tau else tau / away[j])
     return result
-
-
-def remove_then_clip(x, f, own, weights=None, tau=None):
-    return clipped_gossip(x, f, own, weights, tau, removes=True)
 
 
 def ios(x, f, own, weights=None):

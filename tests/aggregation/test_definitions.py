@@ -38,7 +38,6 @@ RULES = {
     "caf": {"f": 3},
     "dnc": {"f": 3},
     "clipped_gossip": {"f": 3, "own": 2},
-    "remove_then_clip": {"f": 3, "own": 2},
     "ios": {"f": 3, "own": 2},
     "bridge": {"f": 3, "own": 2},
 }
@@ -172,7 +171,7 @@ def test_qfedavg_matches_its_definition_for_small_losses_too(q, lr, scale):
 
 @pytest.mark.parametrize("own", [0, 3])
 @pytest.mark.parametrize("params", [{"f": 0}, {"f": 2}, {"f": 6}, {"f": 2, "tau": 1.5}])
-@pytest.mark.parametrize("name", ["clipped_gossip", "remove_then_clip", "ios"])
+@pytest.mark.parametrize("name", ["clipped_gossip", "ios"])
 def test_a_rule_of_a_graph_uses_its_weights(name, params, own):
     x, weights = normal(7, 6), np.array([0.1, 0.05, 0.3, 0.2, 0.05, 0.2, 0.1])
     params = {"f": params["f"]} if name == "ios" else params

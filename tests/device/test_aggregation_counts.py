@@ -43,7 +43,6 @@ BOUNDS = {  # (launches, waits, uploads) of fedsim.aggregate, also for ten times
     "afl_guard": (7, 1, 1),
     "foolsgold": (7, 1, 0),
     "clipped_gossip": (5, 1, 2),  # the weights go to the device and back with the distances
-    "remove_then_clip": (5, 1, 2),
     "ios": (7, 1, 1),
     "bridge": (7, 0, 0),
 }

@@ -111,10 +111,11 @@ def kardam(
 
     A gradient with staleness tau is multiplied by exp(-alpha tau), or by 1 / (1 + tau) with `dampening` = "inverse".
 
-    This is what the authors' code does (github.com/LPD-EPFL/kardam), with three differences. The models x and y are
-    those at which the gradients were computed, not the server's models before and after its last step, which are the
-    same without delay. A worker's coefficient is the latest one, not the largest of the last 25. The paper's frequency
-    filter, which limits how often a worker is accepted, is left out.
+    This follows the authors' code (github.com/LPD-EPFL/kardam), with these differences. The models x and y are those at
+    which the gradients were computed, not the server's models before and after its last step, which are the same
+    without delay. A worker's coefficient is the latest one, not the largest of the last 25, and it is computed without
+    learning rate and dampening. The quantile depends on f, and is not fixed at 2/3. The paper's frequency filter, which
+    limits how often a worker is accepted, is left out.
 
     The paper accepts one gradient at a time. Several rows are accepted or rejected one after another, in their order.
     The result is the mean of the accepted rows.

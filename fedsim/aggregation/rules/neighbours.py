@@ -43,52 +43,16 @@ def clipped_gossip(
     >>> fedsim.aggregate(models, "clipped_gossip", own=0, f=1, tau=2.0)
     tensor([1.2500])
     """
-    return _around_own(updates, weights, own, f, tau, keeps_farthest=True, name="clipped_gossip")
-
-
-@rule("remove_then_clip")
-def remove_then_clip(
-    updates: Tensor, weights: Tensor, own: int, *, f: ByzantineCount, tau: PositiveFloat | None = None
-) -> LinearCombination:
-    """Replace the f farthest rows by the own row, then clip as `clipped_gossip` (Yang and Ghaderi 2024).
-
-    The paper is "Byzantine-Robust Decentralized Learning via Remove-then-Clip Aggregation". Of equally far rows, those
-    of the first workers are replaced.
-
-    Args:
-        updates: rows x_j of the n workers, [n, d].
-        weights: weights W_ij, [n]. They are divided by their sum.
-        own: position of the own row x_i.
-        f: number of Byzantine neighbours, f < n.
-        tau: maximum distance from x_i that is not clipped, > 0. None: as for `clipped_gossip`.
-
-    Returns the average [d]. Cost: two passes over the rows.
-
-    >>> models = torch.tensor([[0.0], [1.0], [2.0], [99.0]])
-    >>> fedsim.aggregate(models, "remove_then_clip", own=0, f=1)
-    tensor([0.7500])
-    """
-    return _around_own(updates, weights, own, f, tau, keeps_farthest=False, name="remove_then_clip")
-
-
-def _around_own(
-    updates: Tensor, weights: Tensor, own: int, f: int, tau: float | None, keeps_farthest: bool, name: str
-) -> LinearCombination:
-    """Return the weighted mean of all rows, clipped to the distance `tau` from the own row.
-
-    The f farthest rows are replaced by the own row, unless `keeps_farthest` is true. See `clipped_gossip` for the other
-    arguments.
-    """
     n = len(updates)
-    require(f < n, name, "f < n", f=f, n=n)
+    require(f < n, "clipped_gossip", "f < n", f=f, n=n)
     distances, weights = on_host(distances_on_device(updates, updates[own]), weights)
     shares = weights / weights.sum()
-    near = shares.clone()
-    near[stable_order(-distances)[:f]] = 0  # of equally far rows, those of the first workers
     if tau is None:
-        far = float((shares - near).sum())
+        farthest = stable_order(-distances)[:f]  # of equally far rows, those of the first workers
+        near, far = shares.clone(), float(shares[farthest].sum())
+        near[farthest] = 0
         tau = math.sqrt(float((near * distances.square()).sum()) / far) if far > 0 else math.inf
-    coefficients = (shares if keeps_farthest else near) * clip_factors(distances, tau)
+    coefficients = shares * clip_factors(distances, tau)
     coefficients[own] = 0
     coefficients[own] = 1 - coefficients.sum()
     return LinearCombination(coefficients)
