@@ -137,6 +137,35 @@ def experiments():
         sync = {"sync": "gradients"} if registration.name == "sync" else {}
         more = {"model": "tests.models:Normalised", "policy": settings_of(registration), "cohort": 6, **sync}
         tables_by_name[f"policy: {registration.name}"] = {**clock, **more}
+    rules_and_attacks = {
+        "fedbuff, median, ipm": ({"name": "fedbuff", "k": 4}, "median", {"name": "ipm", "knows": "buffer"}),
+        "k_async, centered_clipping, alie": (
+            {"name": "k_async", "k": 4},
+            {"rule": "centered_clipping", "tau": 0.5},
+            {"name": "alie", "z": 1.5, "slowdown": "fastest"},
+        ),
+        "asgd, norm_clipping, mimic": (
+            {"name": "asgd", "n_push": 2},
+            {"rule": "norm_clipping", "c": 0.3},
+            {"name": "mimic", "start_round": 2},
+        ),
+        "fedasync, afl_guard, gaussian": (
+            "fedasync",
+            {"rule": "afl_guard", "lam": 2.0, "root_every": 3, "root_samples": 30},
+            {"name": "gaussian", "std": 0.1},
+        ),
+        "easgd, bucketing + geometric_median, sign_flipping": (
+            {"name": "easgd", "synchronous": True, "period": 2},
+            {"rule": [{"rule": "bucketing", "s": 2}, "geometric_median"]},
+            {"name": "sign_flipping"},
+        ),
+        "d_psgd, trimmed_mean, dissensus": ({"name": "d_psgd", "topology": "complete"}, "trimmed_mean", "dissensus"),
+        "gossip, norm_clipping, ipm": ("gossip", {"rule": "norm_clipping", "c": 0.3}, {"name": "ipm", "eps": 2.0}),
+    }
+    for name, (chosen, aggregate, attack) in rules_and_attacks.items():
+        attack = {**({"name": attack} if isinstance(attack, str) else attack), "workers": [1, 4]}
+        more = {"policy": chosen, "aggregate": aggregate, "attack": attack, "cohort": 6}
+        tables_by_name[f"asynchronous: {name}"] = {**clock, **more}
     # with lr=0.05, this experiment turns rounding of 1e-16 into 1e-12, so the numbers differ between CPUs
     tables_by_name["policy: ad_psgd"]["local"] = {**SMALL["local"], "lr": 0.01}
     return {name: {**SMALL, **tables} for name, tables in tables_by_name.items()}

@@ -27,7 +27,7 @@ import torch
 
 from fedsim.config.overrides import parse_word
 from tests.fuzz.crossings import PROPERTIES  # all properties, because the module adds its own
-from tests.fuzz.draw import Settings, draw
+from tests.fuzz.draw import ASYNCHRONOUS, Settings, draw
 from tests.fuzz.pairs import Pairs
 from tests.fuzz.properties import NotApplicable
 from tests.fuzz.runs import COMPLETED, REFUSALS, Lab
@@ -90,9 +90,15 @@ def _fuzz(lab: Lab, options: argparse.Namespace) -> int:
 
 
 def drawn_for(label: str, name: str, pair: Sequence[str] = ()) -> tuple[Settings, str | None]:
-    """Return a draw for a property, with a pair of keys and often with what the property is about (see `draw`)."""
+    """Return a draw for a property, with a pair of keys and often with what the property is about (see `draw`).
+
+    Every third draw has an asynchronous policy with a rule and an attack instead of the pair.
+    """
     rng, wants = random.Random(label), PROPERTIES[name].wants
-    return draw(rng, [*pair, *([rng.choice(wants)] if wants and rng.random() < 0.7 else [])])
+    wanted = [rng.choice(wants)] if wants and rng.random() < 0.7 else []
+    if rng.random() < 1 / 3:
+        return draw(rng, [*rng.choice(ASYNCHRONOUS), *wanted])[0], None
+    return draw(rng, [*pair, *wanted])
 
 
 def in_turn(names: list[str], number: int) -> list[str]:

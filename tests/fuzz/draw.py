@@ -52,7 +52,7 @@ TEXT: list[Settings] = [{"data.name": "tests.real_models:text"}, {"data.name": "
 LARGEST_DATA, LARGEST_MODEL = 2_000, 300_000  # numbers of training samples, and of parameters
 SET_BY_PROPERTIES = {  # keys of every draw, keys that say where a run is computed or what it writes, and names of files
     *("seed", "rounds", "workers", "precision", "engine", "processes", "records", "checkpoint"),
-    *("distributed.hook", "model.weights", "data.root", "clock.replay_log", "clock.departures"),
+    *("distributed.hook", "model.weights", "data.root", "clock.replay_log"),
 }
 CHOSEN_WITH_THE_DATA = {"data.name", "model.name", "task.name"}
 WORDS: dict[str, list[Any]] = {  # values of keys whose annotation is only `str`, or whose other values take too long
@@ -63,6 +63,7 @@ WORDS: dict[str, list[Any]] = {  # values of keys whose annotation is only `str`
     "distributed.timeout": [200.0],
     "distributed.backend": ["gloo"],
     "race.runs": [2],
+    "clock.departures": [{"0": 0.0}, {"1": 2.5}, {"0": 7.0, "1": 4.0}],
     "stop.metric": list(schema.DIRECTIONS),
     "privacy.target_epsilon": [5.0, 50.0, 500.0],
 }
@@ -82,6 +83,7 @@ OFTEN = {
     "stop",
     "groups",
 }
+ASYNCHRONOUS = [["policy", "aggregate", "attack"], ["policy", "race", "aggregate", "attack"]]  # often drawn together
 GROUPED = "groups", "group_rounds", "top_aggregate", "top_attack"  # keys that only have an effect with groups
 WEIGHT = 4
 VARYING = [schema.Local.model_fields[key] for key in ("epochs", "steps", "batch_size", "clip_norm")]  # see `_work`
@@ -293,7 +295,7 @@ def _drawn_group(rng: random.Random, group: str, settings: Settings) -> Settings
         drawn["group_rounds"] = rng.choice([n for n in range(1, rounds + 1) if rounds % n == 0])
     if group == "policy.topology":
         drawn["policy.name"] = rng.choice([r.name for r in schema.AsyncPolicy.registry if r.target.uses_topology])
-    if "policy.name" in drawn or group == "clock":
+    if "policy.name" in drawn or group.startswith("clock"):
         drawn["mode"] = "clock"
     if group == "race":
         drawn["mode"] = "race"
@@ -330,6 +332,7 @@ def _groups() -> dict[str, Any]:
         else:
             keys.append(name)
             groups[name] = functools.partial(_key, field, name)
+    groups["records.updates"] = lambda rng, settings: {"records.updates": [rng.randint(1, settings["rounds"])]}
     groups["data.augment"] = functools.partial(_list_of_tables, schema.Data.model_fields["augment"], "data.augment")
     return groups
 

@@ -22,11 +22,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import fedsim
+from fedsim.asynchronous.combination import Combination
 from fedsim.cli.rule_replay import load_round, replay, stored_rounds
 from fedsim.clients import UpdateCorrection
 from fedsim.config.experiment import Experiment
@@ -518,7 +520,9 @@ def replayed(lab: Lab, settings: Settings) -> str | None:
     tests = ("worker_evaluation.", "data.local_test_fraction")  # which overwrite the updates
     settings = {key: value for key, value in settings.items() if not key.startswith(tests)}
     settings = {"engine": "serial", **settings, "records.updates": [settings["rounds"]], "records.model": False}
-    require(settings.get("mode", "rounds") == "rounds" and settings["rounds"] > 0)
+    require(settings["rounds"] > 0)
+    if not load_experiment(settings).in_rounds:
+        return _replayed_combination(lab, settings)
     with lab.folder() as folder:
         rows = Rows()
         result = result_of(settings, folder / "run", callbacks=[rows])
@@ -541,6 +545,43 @@ def replayed(lab: Lab, settings: Settings) -> str | None:
         apart = distance(rows.rows[-1] - rows.rows[-2], answer.update)
         if apart > 1e-5:
             return f"the update of the run and that of the replay differ by {apart:.3g}"
+    return None
+
+
+def _replayed_combination(lab: Lab, settings: Settings) -> str | None:
+    """`fedsim replay` gives the bits of what an asynchronous policy combined last in a round."""
+    results: list[Tensor] = []
+    apply = Combination._apply
+
+    def watched(combination: Any, server: Any, *args: Any, **more: Any) -> Any:
+        result = apply(combination, server, *args, **more)
+        if more.get("remember", True) and more.get("place", -1) not in combination.attackers(server.round):
+            results.append(result.update.clone())
+        return result
+
+    with lab.folder() as folder, mock.patch.object(Combination, "_apply", watched):
+        experiment = result_of(settings, folder / "run").experiment
+        require(stored_rounds(folder / "run") == [settings["rounds"]])
+        stored = load_round(folder / "run", allow_imports=True)
+    rule, params = experiment.aggregate.rule, experiment.aggregate.params
+    answer = replay(stored, [{"rule": rule, **params} if params else rule])[0].update
+    return None if equal(answer, results[-1]) else f"the run and its replay differ by {distance(answer, results[-1])}"
+
+
+@named("race log", of_races=True, wants=("race",))
+def race_log(lab: Lab, settings: Settings) -> str | None:
+    """The clock gives the bits of a race whose log it replays."""
+    require(settings.get("mode") == "race" and load_experiment(settings).policy.component.locking != "nothing")
+    with lab.folder() as folder:
+        raced = result_of({**settings, "race.runs": 1}, folder / "run")
+        kept = {key: value for key, value in settings.items() if not key.startswith(("race.", "stop."))}
+        log = {"mode": "clock", "engine": "serial", "clock.replay_log": str(folder / "run")}
+        again = result_of({**kept, **log, "rounds": len(raced.history)})
+    if not equal(raced.global_row, again.global_row):
+        return f"a race and its replay differ by {distance(raced.global_row, again.global_row):.3g}"
+    for ours, theirs in zip(raced.history, again.history, strict=True):
+        if ours["asynchronous"] != theirs["asynchronous"]:
+            return f"a race and its replay: round {ours.round} has {ours['asynchronous']} and {theirs['asynchronous']}"
     return None
 
 
