@@ -111,9 +111,9 @@ class Combination:
             "received_at": torch.zeros(n, dtype=torch.int64),  # number of updates of the global model at its arrival
         }
         self._remembers = remembers
-        f_on_graph = experiment.f_on_graph(task.byzantine.fixed) if self._on_graph else []
-        rules = {f: experiment.aggregate.pipeline(f) for f in sorted(set(f_on_graph))}
-        self._rules_on_graph = [rules[f] for f in f_on_graph]
+        self._f_on_graph = experiment.f_on_graph(task.byzantine.fixed) if self._on_graph else []
+        rules = {f: experiment.aggregate.pipeline(f) for f in sorted(set(self._f_on_graph))}
+        self._rules_on_graph = [rules[f] for f in self._f_on_graph]
         self._states: dict[tuple[str, int], State] = {}  # of the rule and of the attack, by place
         self.recorded: dict[str, Tensor] = {}
 
@@ -340,7 +340,7 @@ class Combination:
         numbers: dict[str, Any] = {"workers": inputs.workers, "moment": inputs.moment, "version": [server.version]}
         numbers |= {"byzantine": [worker in byzantine for worker in inputs.workers or ()]}
         if place != SERVER:
-            numbers |= {"receiver": [place], "own": [inputs.own]}
+            numbers |= {"receiver": [place], "own": [inputs.own], "f": [self._f_on_graph[place]]}
         tensors |= {name: torch.tensor(values) for name, values in numbers.items()}
         return {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items() if tensor is not None}
 

@@ -47,6 +47,7 @@ STORED = {  # dtypes and shape by name; "m" is any length
     # only of asynchronous policies
     "version": (WHOLE, "1"),  # number of updates of the global model before the combination
     "receiver": (WHOLE, "1"),  # worker that combines, on a graph
+    "f": (WHOLE, "1"),  # number of Byzantine neighbours that its rule must tolerate
     "weights": (FLOATS, "n"),
     "staleness": (WHOLE, "n"),
     # only for rules that use them
@@ -138,6 +139,11 @@ class StoredRound:
         return ", ".join(parts)
 
     @property
+    def f(self) -> int:
+        """Number of Byzantine updates that a rule must tolerate."""
+        return int(self.tensors["f"]) if "f" in self.tensors else self.experiment.f
+
+    @property
     def own(self) -> int | None:
         """Position of the row of the worker that combines, on a graph; None if a server combines."""
         return int(self.tensors["own"]) if "own" in self.tensors else None
@@ -215,7 +221,14 @@ def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | N
     duplicates = experiment.in_rounds and len(workers.unique()) < n
     if duplicates or not 0 <= int(workers.min()) <= int(workers.max()) < experiment.workers:
         return f"workers: must be {n} worker IDs from 0 to {experiment.workers - 1}, without duplicates in a round"
-    limits = {"samples": math.inf, "moment": math.inf, "version": math.inf, "staleness": math.inf, "own": n}
+    limits = {
+        "samples": math.inf,
+        "moment": math.inf,
+        "version": math.inf,
+        "staleness": math.inf,
+        "own": n,
+        "f": math.inf,
+    }
     for name, limit in (limits | {"receiver": experiment.workers}).items():
         if name in tensors and not 0 <= int(tensors[name].min()) <= int(tensors[name].max()) < limit:
             return f"{name}: must be at least 0" + (f" and less than {limit}" if limit < math.inf else "")
@@ -237,7 +250,7 @@ def replay(stored: StoredRound, rules: Sequence[Any] | None = None) -> list[Repl
     """
     refusals = (ExperimentError,) if rules is None else ()
     rules = applicable_rules(stored) if rules is None else rules
-    pipelines = [_pipeline(rule, stored.experiment.f) for rule in rules]
+    pipelines = [_pipeline(rule, stored.f) for rule in rules]
     for pipeline in pipelines:
         pipeline.dry_run(len(stored.workers), **stored.dry_inputs)
     grams: dict[int, Gram] = {}  # by number of updates
@@ -261,7 +274,7 @@ def applicable_rules(stored: StoredRound) -> list[str]:
         lacking = OF_RULES & set(registration.takes) - set(stored.tensors)
         if required <= {"f"} and not lacking:
             with contextlib.suppress(ExperimentError):
-                pipeline = _pipeline(registration.name, stored.experiment.f)
+                pipeline = _pipeline(registration.name, stored.f)
                 pipeline.dry_run(len(stored.workers), workers=stored.workers, **stored.dry_inputs)
                 names.append(registration.name)
     return names
