@@ -161,6 +161,7 @@ class Settings(Table):
         """Return the number of Byzantine models that the rule of each worker on a graph must tolerate.
 
         It is `aggregate.f`, or the number of the worker's Byzantine neighbours. In a pair of workers, it is at most 1.
+        For a Byzantine worker, it is at most the largest number of an honest worker.
 
         Args:
             byzantine: Byzantine workers of all rounds; empty if they are drawn in each round or not known yet.
@@ -170,7 +171,9 @@ class Settings(Table):
         adjacent = self.policy.topology.component.adjacency(self.workers, self.seed)
         inside = (adjacent[:, sorted(byzantine)] if byzantine else adjacent).sum(1)
         most = 1 if self.policy.component.locking == "pair" else self.attack.count(self.workers)
-        return np.minimum(inside, min(most, self.attack.count(self.workers))).tolist()
+        counts = np.minimum(inside, min(most, self.attack.count(self.workers)))
+        honest = np.setdiff1d(np.arange(self.workers), sorted(byzantine))
+        return np.minimum(counts, counts[honest].max()).tolist()
 
     @field_validator("groups", mode="before")
     @classmethod
