@@ -689,3 +689,21 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not abs(value) <= LARGEST else value
+
+
+@named("timeline", wants=("clock", "policy.name"))
+def timeline(lab: Lab, settings: Settings) -> str | None:
+    """Training and waiting fill the rounds of the virtual clock, unless workers leave or are drawn."""
+    settings, begun = serially(settings), 0.0
+    require(settings.get("mode") == "clock")
+    fewer = settings.get("cohort", settings["workers"]) < settings["workers"]
+    fewer |= any(key.startswith("clock.departures") for key in settings)
+    for line in lab.run(settings).rounds:
+        end, spent = line["virtual_seconds"], line["timeline"]
+        require(spent is not None)  # otherwise the round repeats a race, or has diverged
+        for worker, *seconds in zip(spent["workers"], spent["training"], spent["waiting"], strict=True):
+            missing = end - begun - sum(seconds)
+            if missing < -1e-9 * end or (missing > 1e-9 * end and not fewer):
+                return f"worker {worker} spent {sum(seconds)} of {end - begun} seconds in round {line['round']}"
+        begun = end
+    return None
