@@ -571,7 +571,7 @@ def _replayed_combination(lab: Lab, settings: Settings) -> str | None:
 @named("race log", of_races=True, wants=("race",))
 def race_log(lab: Lab, settings: Settings) -> str | None:
     """The clock gives the bits of a race whose log it replays."""
-    require(settings.get("mode") == "race" and load_experiment(settings).policy.component.locking != "nothing")
+    require(settings.get("mode") == "race" and load_experiment(settings).policy.component.locking == "server")
     with lab.folder() as folder:
         raced = result_of({**settings, "race.runs": 1}, folder / "run")
         kept = {key: value for key, value in settings.items() if not key.startswith(("race.", "stop."))}
