@@ -717,5 +717,7 @@ def _check_combination(experiment: Settings, policy: Policy) -> Iterator[str]:
         yield f"{experiment.aggregate.setting}: needs a server with samples, but {where} has no server; omit it"
     if alters and attack.knows == "buffer" and policy.sizes(experiment.cohort_size) == (1,):
         yield f'attack.knows = "buffer": {where} has no buffer, because it uses each result at once; use knows=latest'
+    if alters and "aggregate" in attack.component.accepts and rule.accepts("models"):
+        yield f"{attack.setting}: cannot be tuned against {rule.name}, which needs start models; use another attack"
     if alters and "weights" in attack.component.accepts and not policy.uses_topology:
         yield f"{attack.setting}: needs a policy on a graph, such as policy=d_psgd"

@@ -86,8 +86,13 @@ def test_a_key_without_effect_is_a_warning(words, expected):
         (
             {"mode": "clock", "policy": "asgd"},
             {
-                **{"sync": "gradients", "aggregate": "krum", "processors": ["sign"], "sampling": "by_size"},
-                **{"sampling.dropout_rate": 0.5, "server": "momentum", "records": {"updates": [1]}, "workers": 3},
+                **{
+                    "sync": "gradients",
+                    "aggregate": {"weights": "samples"},
+                    "processors": ["sign"],
+                    "sampling": "by_size",
+                },
+                **{"sampling.dropout_rate": 0.5, "server": "momentum", "workers": 3},
             },
         ),
     ],
