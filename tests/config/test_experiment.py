@@ -92,7 +92,7 @@ def test_a_key_without_effect_is_a_warning(words, expected):
                     "processors": ["sign"],
                     "sampling": "by_size",
                 },
-                **{"sampling.dropout_rate": 0.5, "server": "momentum", "workers": 3},
+                **{"sampling": "by_size", "sampling.dropout_rate": 0.5, "server": "momentum", "workers": 3},
             },
         ),
     ],
