@@ -18,17 +18,18 @@ from fedsim.comparison.compared_runs import ComparedRuns
 from fedsim.comparison.rows import SEED, Group, MeanCurve, Row, mean_curve, mean_over_values, value_curves
 from fedsim.comparison.tables import listed, mean_cells
 from fedsim.core.confidence import FEWEST_FOR_BAND, decimals_of, estimate, fixed
-from fedsim.errors import called
+from fedsim.errors import called, plural
 from fedsim.records.figures import MOST_ROWS
 from fedsim.records.formatting import amount, comparison_title, key_name, percent
 from fedsim.records.numbers import SCALES
 from fedsim.records.reader import Run
-from fedsim.records.record import Metric, TimelineRecord
+from fedsim.records.record import Metric, RaceRecord
 from fedsim.system.files import to_csv
 
 MOST_NAMES = 2  # maximum number of names in a cell of a heat map
 MOST_CELLS = 48  # maximum number of cells per row of a timeline
 TRAINS, WAITS, DROPPED, UNFINISHED = "trains", "waits", "trains for a dropped result", "no result before the end"
+KEPT, LOST = "updates that were kept", "lost updates"
 
 
 @dataclass(frozen=True)
@@ -285,46 +286,45 @@ def heatmap_csv(comparison: ComparedRuns, over: tuple[str, str]) -> str:
 
 
 class Spell(NamedTuple):
-    """A part of a round in a timeline, in which the workers of a row do the same.
+    """A horizontal bar in a row of a timeline: a part of a round in which the workers of the row do the same.
 
     Attributes:
         row: index of the row.
-        does: what the workers do: TRAINS, WAITS, DROPPED or UNFINISHED.
+        does: what the workers do: TRAINS, WAITS, DROPPED or UNFINISHED. For a race: KEPT or LOST.
         start: virtual time at which the part begins. Only its length is exact, because rounds do not record the order.
-        seconds: length in virtual seconds.
+        length: virtual seconds. For a race, the number of updates.
         staleness: mean staleness of the results, if the workers train for results that were used.
-        cell: rounds of the cell as text, such as "round 3", and the part's share of the time, such as "25 %".
+        text: rounds and share of their time, such as "round 3, 25 %".
     """
 
     row: int
     does: str
     start: float
-    seconds: float
+    length: float
     staleness: float
-    cell: str
+    text: str
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Table and figure of a run: what its workers do over time.
+    """Figure and table of what the workers of a run do over virtual time, or of the lost updates of a race.
 
     Attributes:
         title, remark: title of the figure, and the text below.
-        what: what a row of the figure shows.
-        head, table: headings and texts of the table. The first column contains the labels of the rows.
-        spells: parts of the rows. Empty for a race, which has no virtual time.
-        ends: virtual time at the end of each cell.
-        bars: for a race, the number of updates in each row of the table, and the number of lost updates.
+        x_text, y_text: titles of the axes.
+        head, table: headings and texts of the table. The first column contains the labels of the figure's rows.
+        spells: bars of the figure.
+        ends: virtual time at the end of each cell. For a race, the largest number of updates.
     """
 
     title: str
     remark: str
-    what: str
+    x_text: str
+    y_text: str
     head: list[str]
     table: list[list[str]]
     spells: list[Spell]
     ends: list[float]
-    bars: list[tuple[float, ...]]
 
 
 def timeline(run: Run) -> Timeline | None:
@@ -332,72 +332,71 @@ def timeline(run: Run) -> Timeline | None:
 
     If there are more than `MOST_ROWS` workers, each row shows several workers of about the same speed.
     """
-    if any(record.race for record in run.history):
-        return _lost_updates(run)
-    rounds = [(each.round, each.virtual_seconds, each.timeline) for each in run.history]
-    known = [(round, end, spent) for round, end, spent in rounds if end and end > 0 and spent is not None]
-    if not known:
+    if races := [(record.round, record.race) for record in run.history if record.race]:
+        return _lost_updates(run, races)
+    rounds = [(record.round, record.virtual_seconds, record.timeline) for record in run.history]
+    cells = _parts([(round, end, spent) for round, end, spent in rounds if end and end > 0 and spent], MOST_CELLS)
+    workers = sorted({worker for cell in cells for *_, spent in cell for worker in spent.workers})
+    if not workers:
         return None
-    rows, labels = _rows_of_workers(run, [spent for *_, spent in known])
-    row_of = {worker: row for row, workers in enumerate(rows) for worker in workers}
-    per_cell = math.ceil(len(known) / MOST_CELLS)
-    cells = [known[start : start + per_cell] for start in range(0, len(known), per_cell)]
-    numbers = np.zeros((5, len(rows), len(cells)))  # seconds of training and waiting, used, dropped, sum of staleness
-    for index, of_cell in enumerate(cells):
-        for _, _, spent in of_cell:
-            stale = np.array(spent.used, float) * spent.staleness
-            of_workers = np.array([spent.training, spent.waiting, spent.used, spent.dropped, stale])
-            np.add.at(numbers[:, :, index].T, [row_of[worker] for worker in spent.workers], of_workers.T)
-    ends = np.maximum.accumulate([0.0, *(of_cell[-1][1] for of_cell in cells)])
-    names = [f"round {a}" if a == b else f"rounds {a} to {b}" for a, b in ((one[0][0], one[-1][0]) for one in cells)]
-    training, waiting, used, dropped, stale = (part.sum(1) for part in numbers)
-    sizes = np.array(list(map(len, rows)))
-    table = [
-        [label, *map(percent, (trained / size / ends[-1], waited / size / ends[-1])), *map(amount, counts)]
-        for label, size, trained, waited, *counts in zip(
-            labels, sizes, training, waiting, used, dropped, stale / np.maximum(1, used), strict=True
-        )
-    ]
-    cell = "one round" if per_cell == 1 else f"{per_cell} rounds"
+    numbers = np.zeros(
+        (5, len(workers), len(cells))
+    )  # seconds of training and waiting, used, dropped, sum of staleness
+    for index, cell in enumerate(cells):
+        for *_, spent in cell:
+            of_workers = [spent.training, spent.waiting, spent.used, spent.dropped]
+            of_workers.append(np.array(spent.used, float) * spent.staleness)
+            np.add.at(numbers[:, :, index].T, np.searchsorted(workers, spent.workers), np.array(of_workers).T)
+    rows, labels = _rows_of_workers(run, workers, numbers.sum(2))
+    numbers, sizes = np.stack([numbers[:, row].sum(1) for row in rows], 1), np.array(list(map(len, rows)))
+    ends = np.maximum.accumulate([0.0, *(cell[-1][1] for cell in cells)])
+    training, waiting, used, dropped, stale = numbers.sum(2)
+    columns = [*map(percent, training / sizes / ends[-1])], [*map(percent, waiting / sizes / ends[-1])]
+    counts = ([*map(amount, column)] for column in (used, dropped, stale / np.maximum(1, used)))
+    shared = "" if sizes.max() == 1 else f", {sizes.max()} per row, by training seconds per result"
     marks = "; (B): Byzantine" if run.byzantine else ""
     return Timeline(
         title="Workers over virtual time",
-        remark=f"{run.name}: each cell is {cell}, divided by the time that was spent, waiting last{marks}",
-        what="worker" if len(rows) == sizes.sum() else f"training seconds per result ({sizes.max()} workers per row)",
+        remark=f"{run.name}: each cell is {plural(len(cells[0]), 'round')}, divided by how time was spent{marks}",
+        x_text="virtual seconds",
+        y_text=f"workers{shared}",
         head=["workers", "trains", "waits", "used", "dropped", "staleness"],
-        table=table,
-        spells=_spells(numbers, ends, sizes, names),
+        table=list(map(list, zip(labels, *columns, *counts, strict=True))),
+        spells=_spells(numbers, ends, sizes, list(map(_rounds, cells))),
         ends=ends[1:].tolist(),
-        bars=[],
     )
 
 
-def _rows_of_workers(run: Run, records: Sequence[TimelineRecord]) -> tuple[list[list[int]], list[str]]:
-    """Return the IDs of the workers in each row, and the labels of the rows.
+def _parts(items: Sequence[Any], most: int) -> list[Sequence[Any]]:
+    """Return the items in at most `most` parts of equal length, of which the last may be shorter."""
+    size = math.ceil(len(items) / max(1, most)) or 1
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
-    Several workers in a row are about equally fast, and either all or none of them are Byzantine.
+
+def _rounds(part: Sequence[Any]) -> str:
+    first, last = part[0][0], part[-1][0]
+    return f"round {first}" if first == last else f"rounds {first} to {last}"
+
+
+def _rows_of_workers(run: Run, workers: list[int], totals: np.ndarray) -> tuple[list[Sequence[int]], list[str]]:
+    """Return the indices of the `workers` in each row, and the labels of the rows.
+
+    Several workers in a row are about equally fast, and either all or none of them are Byzantine. `totals` [5, n] are
+    the sums over time of the numbers in `timeline`.
     """
-    spent: dict[int, list[float]] = {}  # seconds of training and number of results, by worker
-    for record in records:
-        columns = zip(record.workers, record.training, record.used, record.dropped, strict=True)
-        for worker, training, used, dropped in columns:
-            total = spent.setdefault(worker, [0.0, 0])
-            total[0] += training
-            total[1] += used + dropped
-    if len(spent) <= MOST_ROWS:
-        rows = [[worker] for worker in sorted(spent)]
-        names = [called(worker, run.partition.names) for worker in sorted(spent)]
-    else:
-        pace = {worker: seconds / results if results else math.inf for worker, (seconds, results) in spent.items()}
-        ordered = sorted(pace, key=lambda worker: (pace[worker], worker))
-        groups = [[worker for worker in ordered if (worker in run.byzantine) == evil] for evil in (False, True)]
-        size = math.ceil(len(ordered) / (MOST_ROWS - 1))  # each group may have a last row with fewer workers
-        rows = [group[start : start + size] for group in groups for start in range(0, len(group), size)]
-        rows.sort(key=lambda workers: pace[workers[len(workers) // 2]])
-        medians = [pace[workers[len(workers) // 2]] for workers in rows]
-        names = ["no result" if seconds == math.inf else f"{seconds:.3g} s" for seconds in medians]
-    marks = [" (B)" if workers[0] in run.byzantine else "" for workers in rows]
-    return rows, [name + mark for name, mark in zip(names, marks, strict=True)]
+    names = [called(worker, run.partition.names) for worker in workers]
+    rows: list[Sequence[int]] = [[place] for place in range(len(workers))]
+    byzantine = [worker in run.byzantine for worker in workers]
+    if len(workers) > MOST_ROWS:
+        pace = totals[0] / np.maximum(totals[2] + totals[3], 0.5)  # one without results is slow
+        groups = [
+            [place for place in np.argsort(pace, kind="stable") if byzantine[place] == evil] for evil in (False, True)
+        ]
+        per_row = math.ceil(len(workers) / (MOST_ROWS - 1))  # each group may have a last row with fewer workers
+        rows = [part for group in groups for part in _parts(group, math.ceil(len(group) / per_row))]
+        rows.sort(key=lambda row: pace[row[len(row) // 2]])
+        names = [f"{pace[row[len(row) // 2]]:.3g} s" for row in rows]
+    return rows, [name + " (B)" * byzantine[row[0]] for name, row in zip(names, rows, strict=True)]
 
 
 def _spells(numbers: np.ndarray, ends: np.ndarray, sizes: np.ndarray, names: Sequence[str]) -> list[Spell]:
@@ -406,44 +405,42 @@ def _spells(numbers: np.ndarray, ends: np.ndarray, sizes: np.ndarray, names: Seq
     busy = numbers[:2].sum((0, 1)) / np.where(lengths > 0, lengths, math.inf)
     places = np.maximum(1, sizes * min(1.0, busy.max() / sizes.sum()))  # workers of each row at the same time
     spells = []
-    for row, of_row in enumerate(numbers.transpose(1, 2, 0)):
-        results = (0.0, 0.0, 0.0)  # of this cell, or of the next one with results: what the training leads to
-        for cell in reversed(range(len(lengths))):
-            training, waiting, *of_cell = of_row[cell].tolist()
-            results = tuple(of_cell) if of_cell[0] + of_cell[1] else results
+    for row, of_row in enumerate(numbers.transpose(1, 2, 0).tolist()):
+        results = [0.0, 0.0, 0.0]  # of this cell, or of the next one with results: what the training leads to
+        for cell, length in reversed(list(enumerate(lengths.tolist()))):
+            training, waiting, *of_cell = of_row[cell]
+            results = of_cell if of_cell[0] + of_cell[1] else results
             used, dropped, stale = results
-            total, room = used + dropped, places[row] * lengths[cell]
-            scale, start = float(lengths[cell] / max(room, training + waiting, 1e-300)), float(ends[cell])
-            parts = {TRAINS: used, DROPPED: dropped, UNFINISHED: 0.0 if total else 1.0}
-            shares = {does: part * training / (total or 1.0) for does, part in parts.items()}
-            for does, seconds in (shares | {WAITS: waiting}).items():
-                if seconds * scale > 0:
-                    share = percent(seconds * scale / lengths[cell])
+            total, start = used + dropped or 1.0, float(ends[cell])
+            scale = length / max(places[row] * length, training + waiting, 1e-300)
+            shares = {TRAINS: used / total, DROPPED: dropped / total, UNFINISHED: float(used + dropped == 0)}
+            for does, seconds in (
+                {does: share * training for does, share in shares.items()} | {WAITS: waiting}
+            ).items():
+                if (shown := seconds * scale) > 0:
                     staleness = stale / used if does == TRAINS else 0.0
-                    spells.append(Spell(row, does, start, seconds * scale, staleness, f"{names[cell]}, {share}"))
-                    start += seconds * scale
+                    spells.append(
+                        Spell(row, does, start, shown, staleness, f"{names[cell]}, {percent(shown / length)}")
+                    )
+                    start += shown
     return spells
 
 
-def _lost_updates(run: Run) -> Timeline:
-    rounds = [(record.round, record.race) for record in run.history if record.race]
-    per_row = math.ceil(len(rounds) / MOST_ROWS)
-    parts = [rounds[start : start + per_row] for start in range(0, len(rounds), per_row)]
-    labels = [f"{part[0][0]}" + f" to {part[-1][0]}" * (len(part) > 1) for part in parts]
-    bars = [
-        tuple(float(sum(race[key] or 0 for _, race in part)) for key in ("updates", "updates_lost")) for part in parts
-    ]
-    updates, lost = (sum(counts) for counts in zip(*bars, strict=True))
+def _lost_updates(run: Run, races: Sequence[tuple[int, RaceRecord]]) -> Timeline:
+    table, spells, ends = [], [], [1.0]
+    for row, part in enumerate(_parts(races, MOST_ROWS)):
+        updates, lost = (float(sum(race[key] or 0 for _, race in part)) for key in ("updates", "updates_lost"))
+        share = percent(lost / max(1.0, updates))
+        table.append([_rounds(part), amount(updates), amount(lost), share])
+        spells += [Spell(row, KEPT, 0.0, updates - lost, 0.0, ""), Spell(row, LOST, updates - lost, lost, 0.0, share)]
+        ends.append(updates)
     return Timeline(
         title="Lost updates of a race",
-        remark=f"{run.name}: {percent(lost / max(1.0, updates))} of the updates were overwritten (estimated)",
-        what="round",
-        head=["round", "updates", "lost", "share"],
-        table=[
-            [label, amount(updates), amount(lost), percent(lost / max(1.0, updates))]
-            for label, (updates, lost) in zip(labels, bars, strict=True)
-        ],
-        spells=[],
-        ends=[],
-        bars=bars,
+        remark=f"{run.name}: the numbers of lost updates are estimates",
+        x_text="updates",
+        y_text="",
+        head=["", "updates", "lost", "share"],
+        table=table,
+        spells=spells,
+        ends=[max(ends)],
     )

@@ -12,6 +12,8 @@ from fedsim.comparison.axes import label
 from fedsim.comparison.compared_runs import ComparedRuns
 from fedsim.comparison.figures import (
     DROPPED,
+    KEPT,
+    LOST,
     TRAINS,
     UNFINISHED,
     WAITS,
@@ -74,6 +76,7 @@ LOOKS: dict[str, dict[str, Any]] = {
     WAITS: {"facecolor": "#e4e4e4"},
     UNFINISHED: {"facecolor": "white", "edgecolor": SHADES[1], "hatch": "//////", "linewidth": 0.4},
 }
+LOOKS |= {KEPT: LOOKS[TRAINS], LOST: LOOKS[DROPPED]}
 
 # The figure of worker tests.
 MOST_ROWS = 100  # maximum number of combinations
@@ -234,61 +237,37 @@ def draw_heatmap(
 
 def draw_timeline(shown: Timeline, style: FigureStyle = SCREEN) -> Figure:
     """Draw what the workers of a run do over virtual time, or the lost updates of a race."""
+    from matplotlib.collections import PolyCollection
+    from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Patch
 
     from fedsim.core.figure import Figure
 
-    height = 2.6 if shown.bars else TIMELINE_ROW * len(shown.table) + (1.0 if style.widths else 1.6)
+    rows, handles = len(shown.table), []
+    height = TIMELINE_ROW * rows + (1.0 if style.widths else 1.6)
     figure = Figure(figsize=(style.widths[1] if style.widths else 9, height), layout="constrained")
     axes = figure.subplots()
-    (_draw_lost if shown.bars else _draw_spells)(axes, shown)
-    axes.tick_params(labelsize="small")
-    looks = {does: look for does, look in LOOKS.items() if any(spell.does == does for spell in shown.spells)}
-    looks = looks or {"updates that were kept": LOOKS[TRAINS], "lost updates": LOOKS[DROPPED]}
-    handles = [Patch(label=label, **look) for label, look in looks.items()]
-    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), fontsize="small", frameon=False)
-    style.describe(figure, shown.title, shown.remark)
-    return figure
-
-
-def _draw_spells(axes: Axes, shown: Timeline) -> None:
-    from matplotlib.collections import PolyCollection
-    from matplotlib.colors import LinearSegmentedColormap
-
     stale = max((spell.staleness for spell in shown.spells), default=0.0)
     for does, look in LOOKS.items():
-        spells = [spell for spell in shown.spells if spell.does == does]
-        corners = [
-            [
-                (x, y)
-                for x, y in zip((start, start, end, end), (row - 0.4, row + 0.4, row + 0.4, row - 0.4), strict=True)
-            ]
-            for row, start, end in ((spell.row, spell.start, spell.start + spell.seconds) for spell in spells)
-        ]
+        if not (spells := [spell for spell in shown.spells if spell.does == does]):
+            continue
+        spans = [(spell.start, spell.start + spell.length, spell.row - 0.4, spell.row + 0.4) for spell in spells]
+        corners = [[(left, low), (left, high), (right, high), (right, low)] for left, right, low, high in spans]
         cells = axes.add_collection(PolyCollection(corners, **{"linewidth": 0, **look}))
+        handles.append(Patch(label=does, **look))
         if does == TRAINS and stale > 0:
             cells.set(array=np.array([spell.staleness for spell in spells]), clim=(0, stale))
             cells.set_cmap(LinearSegmentedColormap.from_list("staleness", SHADES))
-            aspect = 5 + len(shown.table)
-            axes.figure.colorbar(cells, ax=axes, label="mean staleness", pad=0.01, aspect=aspect)
-    axes.vlines(shown.ends, -0.5, len(shown.table) - 0.5, color="0.6", linewidth=0.4, zorder=0)
-    labels = [row[0] for row in shown.table]
-    axes.set_yticks(range(len(labels)), labels, parse_math=False, fontsize="small")
+            figure.colorbar(cells, ax=axes, label="mean staleness", pad=0.01, aspect=5 + rows)
+    axes.vlines(shown.ends, -0.5, rows - 0.5, color="0.6", linewidth=0.4, zorder=0)
+    axes.set_yticks(range(rows), [row[0] for row in shown.table], parse_math=False)
     for tick in axes.get_yticklabels():
         tick.set_fontweight("bold" if tick.get_text().endswith(" (B)") else "normal")
-    axes.set(xlim=(0, shown.ends[-1]), ylim=(len(labels) - 0.5, -0.5), xlabel="virtual seconds", ylabel=shown.what)
-
-
-def _draw_lost(axes: Axes, shown: Timeline) -> None:
-    updates, lost = (np.array(part) for part in zip(*shown.bars, strict=True))
-    places = range(len(updates))
-    axes.bar(places, updates - lost, **LOOKS[TRAINS])
-    axes.bar(places, lost, bottom=updates - lost, **LOOKS[DROPPED])
-    every = -(-len(updates) // 10)
-    for place in places[::every]:
-        axes.annotate(shown.table[place][-1], (place, updates[place]), ha="center", va="bottom", fontsize="small")
-    axes.set_xticks(places[::every], [row[0] for row in shown.table[::every]])
-    axes.set(xlabel=shown.what, ylabel="updates", ylim=(0, 1.15 * max(1, *updates)))
+    axes.set(xlim=(0, shown.ends[-1]), ylim=(rows - 0.5, -0.5), xlabel=shown.x_text, ylabel=shown.y_text)
+    axes.tick_params(labelsize="small")
+    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), fontsize="small", frameon=False)
+    style.describe(figure, shown.title, shown.remark)
+    return figure
 
 
 def _draw_one_map(comparison: ComparedRuns, style: FigureStyle) -> Figure | None:

@@ -14,6 +14,8 @@ import numpy as np
 
 from fedsim.comparison.figures import (
     DROPPED,
+    KEPT,
+    LOST,
     TRAINS,
     UNFINISHED,
     WAITS,
@@ -63,6 +65,7 @@ SPELLS: dict[str, dict[str, Any]] = {
     WAITS: {"color": "rgba(128, 128, 128, 0.25)"},
     UNFINISHED: {"color": STALENESS[1], "pattern": {"shape": "/", "bgcolor": "rgba(0, 0, 0, 0)"}},
 }
+SPELLS |= {KEPT: SPELLS[TRAINS], LOST: SPELLS[DROPPED]}
 
 CONFIG = {
     "responsive": True,
@@ -567,41 +570,29 @@ def workers_chart(results: WorkerResults) -> dict[str, Any]:
 
 def timeline_chart(shown: Timeline) -> dict[str, Any]:
     """Return a chart of what the workers of a run do over virtual time, or of the lost updates of a race."""
-    labels = [row[0] for row in shown.table]
-    common: dict[str, Any] = {"barmode": "stack", "showlegend": True}
-    common["legend"] = {"orientation": "h", "x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom"}
-    traces: list[dict[str, Any]] = []
-    if shown.bars:
-        updates, lost = map(np.array, zip(*shown.bars, strict=True))
-        for name, counts, look in (("updates that were kept", updates - lost, TRAINS), ("lost updates", lost, DROPPED)):
-            bars = {"type": "bar", "name": name, "marker": SPELLS[look]}
-            traces.append({**bars, "x": labels, "y": [rounded(count) for count in counts.tolist()]})
-        axes = {"xaxis": axis(shown.what, type="category"), "yaxis": value_axis("updates", "")}
-        return figure(traces, {**common, "height": 320, "hovermode": "x unified", **axes})
+    labels, traces = [row[0] for row in shown.table], list[dict[str, Any]]()
     stale = max((spell.staleness for spell in shown.spells), default=0.0)
-    scale = {"colorscale": [[i / 2, color] for i, color in enumerate(STALENESS)], "cmin": 0, "cmax": stale}
     for does, marker in SPELLS.items():
-        spells = [spell for spell in shown.spells if spell.does == does]
-        if not spells:
+        if not (spells := [spell for spell in shown.spells if spell.does == does]):
             continue
-        texts = [f"{plain(labels[spell.row])}, {spell.cell}: {does}" for spell in spells]
-        if does == TRAINS:
-            texts = [f"{text}, staleness {spell.staleness:.3g}" for text, spell in zip(texts, spells, strict=True)]
+        texts = [f"{plain(labels[spell.row])}, {spell.text}: {does}" for spell in spells]
         if does == TRAINS and stale:  # plotly's own colour scales log a warning for each bar
+            texts = [f"{text}, staleness {spell.staleness:.3g}" for text, spell in zip(texts, spells, strict=True)]
             marker = {"color": [_shade(spell.staleness / stale) for spell in spells]}
             traces.append({"type": "scatter", "x": [None], "y": [None], "mode": "markers", "showlegend": False})
             traces[-1]["marker"] = {"color": [0], "coloraxis": "coloraxis"}  # for the colour bar
         bar: dict[str, Any] = {"type": "bar", "orientation": "h", "width": 0.8, "name": does, "marker": marker}
         bar |= {"base": [rounded(spell.start, "s") for spell in spells], "y": [spell.row for spell in spells]}
-        bar |= {"x": [rounded(spell.seconds, "s") for spell in spells], "customdata": texts}
+        bar |= {"x": [rounded(spell.length, "s") for spell in spells], "customdata": texts}
         traces.append({**bar, "hovertemplate": "%{customdata}<extra></extra>"})
     layout = {
-        **common,
         "height": 20 * len(labels) + 150,
         "barmode": "overlay",
-        "coloraxis": scale,
-        "xaxis": value_axis("virtual seconds", "s", range=[0, shown.ends[-1]]),
-        "yaxis": label_axis(shown.what, labels, autorange="reversed"),
+        "showlegend": True,
+        "legend": {"orientation": "h", "x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom"},
+        "coloraxis": {"colorscale": [[k / 2, color] for k, color in enumerate(STALENESS)], "cmin": 0, "cmax": stale},
+        "xaxis": axis(shown.x_text, range=[0, shown.ends[-1]]),
+        "yaxis": label_axis(shown.y_text, labels, autorange="reversed"),
     }
     return figure(traces, with_color_bar(layout, "staleness"), min_width=544)
 
