@@ -113,7 +113,7 @@ def _drawn_with(rng: random.Random, wanted: Sequence[str]) -> tuple[Settings, st
         settings, line = _basis(rng), None
         for group in [group for group in wanted if group in GROUPS]:
             nested = [name for name in GROUPS if name == group or name.startswith(f"{group}.")]
-            settings, refused = _with_group(rng, rng.choice(nested), settings, wanted)
+            settings, refused = _with_group(rng, rng.choice([group, *nested]), settings, wanted)
             line = line or refused
         if line is None:
             break
