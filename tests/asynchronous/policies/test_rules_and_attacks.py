@@ -185,7 +185,7 @@ def check(policy, params, formula, table, attack=None):
     given = {"sent": Sent(attack, first), "combine": mean if table is None else Combined(table)}
 
     def rule(row, read, each, arrival, memory):
-        return formula(row, read, each, arrival, memory.setdefault("given", given))
+        return formula(row, read, each, arrival, given)
 
     assert same(run.row, replayed(run, rule))
 
@@ -200,6 +200,37 @@ def test_a_rule_combines_the_vectors_of_a_buffer(case, rule):
 @pytest.mark.parametrize("case", SINGLE)
 def test_a_rule_filters_single_vectors(case, rule):
     check(*SINGLE[case], FILTERS[rule])
+
+
+def by_inputs(updates, workers, staleness):
+    """Return the sum of the vectors, each multiplied by a function of its worker and its staleness, as a rule."""
+    return (((1 + torch.tensor(workers)) / (1 + staleness)).unsqueeze(1) * updates).sum(0)
+
+
+def by_models(updates, workers, staleness, models):
+    return by_inputs(updates + 0.1 * models, workers, staleness)
+
+
+@pytest.mark.parametrize("case", [*BUFFERS, *SINGLE])
+def test_a_rule_receives_the_senders_the_staleness_and_the_start_models(case):
+    (name, params, formula), seen = {**BUFFERS, **SINGLE}[case], []
+
+    def combine(vectors):
+        rows, (arrivals, starts) = torch.stack(vectors), zip(*seen, strict=True)
+        seen.clear()
+        staleness = torch.tensor([arrival.staleness for arrival in arrivals])
+        rows = rows + 0.1 * torch.stack(starts) if case in SINGLE else rows
+        return by_inputs(rows, [arrival.worker for arrival in arrivals], staleness)
+
+    def rule(row, read, each, arrival, memory):
+        seen.append((arrival, read))
+        return formula(row, read, each, arrival, given)
+
+    given = {"sent": Sent(), "combine": combine}
+    table = {"rule": f"{__name__}:{'by_models' if case in SINGLE else 'by_inputs'}"}
+    run = simulate(policy_of(name, **params), delays_of(SPEEDS, "lognormal"), rule=table).advance(40)
+    scale = float(run.row.abs().max())
+    assert same(run.row / scale, replayed(run, rule) / scale)
 
 
 @pytest.mark.parametrize("knows", ["latest", "buffer"])
@@ -217,6 +248,31 @@ def test_an_attack_replaces_vectors_of_a_buffer(case, attack, start_round, knows
 def test_an_attack_replaces_single_vectors(case, attack):
     for rule, workers in ((None, [0]), (FILTERS["norm_clipping"], [1, 2])):
         check(*SINGLE[case], rule, {**ATTACKS[attack], "workers": workers})
+
+
+def reject(updates, workers):
+    """Reject the vectors of worker 1, as a rule."""
+    accepted = torch.tensor([float(worker != 1) for worker in workers], dtype=torch.float64)
+    return fedsim.aggregation.LinearCombination(accepted)
+
+
+REJECTING = {case: (name, params, 1) for case, (name, params, _) in SINGLE.items()}
+REJECTING |= {"downpour": ("asgd", {"n_push": 3}, 3), "easgd": ("easgd", {"period": 2, "alpha": 0.1}, 2)}
+
+
+@pytest.mark.parametrize("case", REJECTING)
+def test_a_rejected_vector_changes_nothing_on_the_server(case):
+    name, params, period = REJECTING[case]
+    run = simulate(policy_of(name, **params), delays_of(SPEEDS), rule={"rule": f"{__name__}:reject"})
+    for _ in range(60):
+        row, version, taken = run.row.clone(), run.server.version, len(run.arrivals)
+        run.advance(1)
+        if len(run.arrivals) == taken or run.arrivals[-1].worker == 1:
+            assert torch.equal(run.row, row)
+            assert run.server.version == version
+    sent = sum(item.worker == 1 for items in run.trained for item in items)
+    assert run.clock.dispatcher.stats.rejected.keys() == {1}
+    assert run.clock.dispatcher.stats.rejected[1] in (sent // period, (sent - 1) // period)
 
 
 # Policies with an order of their own
