@@ -81,11 +81,9 @@ CASES = {
     },
 }
 
+NEEDED = {"k_sync": {"k": 2}, "k_async": {"k": 2}, "basgd": {"b": 2}}
 ASYNCHRONOUS = {
-    **{
-        name: {**TIMED, "policy": {"name": name, **({"k": 2} if name.startswith("k_") else {})}}
-        for name in policy.names()
-    },
+    **{name: {**TIMED, "policy": {"name": name, **NEEDED.get(name, {})}} for name in policy.names()},
     "fedbuff, sampled": {**TIMED, "policy": "fedbuff", "workers": 6, "cohort": 3},
     "asgd, workers leave": {
         **{**TIMED, "policy": "asgd", "clock": {**TIMED["clock"], "departures": {"1": 8.0}}},
