@@ -28,7 +28,7 @@ from fedsim.asynchronous.round_stats import RoundStats
 from fedsim.clients import State
 from fedsim.core.rows import index_of, new_rows
 from fedsim.core.snapshot import Snapshot
-from fedsim.errors import DivergedError, ExperimentError
+from fedsim.errors import DivergedError, ExperimentError, plural
 from fedsim.training.task import RunTask
 from fedsim.training.weights import screen
 
@@ -316,7 +316,7 @@ class Combination:
         except DivergedError:
             raise
         except ExperimentError as error:
-            where = f"round {server.round}: aggregate.rule, which combines {len(finite.updates)} vectors here"
+            where = f"round {server.round}: aggregate.rule, which combines {plural(len(finite.updates), 'vector')} here"
             raise ExperimentError(*(f"{where}: {line}" for line in error.lines)) from None
         if task.experiment.nonfinite != "keep":
             rule.require_finite_result(result.update, server.round)
