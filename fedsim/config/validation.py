@@ -88,10 +88,21 @@ def warnings_about(experiment: Settings) -> list[str]:
         for table, n, units in unnamed
         if table.count(n) and "name" not in table.model_fields_set
     )
-    lines.append(large_delta(experiment))
+    lines += [large_delta(experiment), _warning_about_neighbours(experiment)]
     if experiment.buffers == "frozen":
         lines.append(_warning_about_statistics(experiment))
     return [line for line in lines if line]
+
+
+def _warning_about_neighbours(experiment: Settings) -> str | None:
+    """Return a line if the rule of a worker on a graph ignores that its neighbours have different weights."""
+    policy, rule, graph = experiment.policy.component, experiment.rule, experiment.policy.topology.component
+    if not policy.uses_topology or policy.locking == "pair" or rule.is_mean or rule.accepts_weights:
+        return None
+    weights = graph.mixing_matrix(experiment.workers, experiment.seed)
+    if np.ptp(weights[weights > 0]) < 1e-6:
+        return None
+    return f"{experiment.aggregate.setting}: takes no weights, so all models count equally, despite {graph.place}"
 
 
 def warnings_about_objects(experiment: Settings, *, resumed: bool = False) -> list[str]:
