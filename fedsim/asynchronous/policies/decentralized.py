@@ -181,9 +181,10 @@ class Decentralized(OwnModels):
     def publish(self, server: AsyncServer) -> None:
         slots = server.tested.tolist()
         if not slots:
+            honest = "honest " * bool(len(server.alive))
             raise ExperimentError(
-                "policy: all workers have left (clock.departures), so no model remains to test; keep at least one "
-                "worker"
+                f"policy: all {honest}workers have left (clock.departures), so no model remains to test; keep at least "
+                f"one {honest}worker"
             )
         server.global_row.copy_(server.replicas[slots].mean(0))
         if server.has_buffers and server.buffers != "frozen":

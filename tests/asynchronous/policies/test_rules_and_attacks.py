@@ -11,6 +11,7 @@ import torch
 
 import fedsim
 from fedsim.core.randomness import numpy_generator
+from fedsim.errors import ExperimentError
 from tests.asynchronous.policies.test_decentralized import metropolis
 from tests.asynchronous.simulated import (
     LR,
@@ -511,6 +512,13 @@ def test_two_byzantine_neighbours_and_a_start_round_on_a_graph():
         assert same(run.server.replicas, torch.stack(models))
         run.server.policy.publish(run.server)
         assert same(run.row, mean(model for i, model in enumerate(models) if step < 6 or i not in workers))
+
+
+def test_no_model_is_tested_if_only_byzantine_workers_remain():
+    attack = {**ATTACKS["ipm"], "workers": [1]}
+    run = simulate(policy_of("gossip"), delays_of([1.0, 1.0]), departures={0: 0.5}, attack=attack).advance(1)
+    with pytest.raises(ExperimentError, match="all honest workers have left .* keep at least one honest worker"):
+        run.server.policy.publish(run.server)
 
 
 def noise(updates, rng):
