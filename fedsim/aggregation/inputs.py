@@ -26,7 +26,7 @@ SHOWN = 5  # maximum number of workers that an error names
 NEEDED = {
     "root": "root: is required by this rule; pass the update [d] computed on the server's own data",
     "losses": "losses: are required by this rule; pass each worker's loss at the global model, [n]",
-    "models": "models: are required by this rule; use mode=clock or mode=race and a policy with a server",
+    "models": "models: are required by this rule; use a policy that uses each result alone, such as policy=asgd",
     "own": "own: is required by this rule; pass the position of the own row, or use policy=d_psgd",
 }
 

@@ -12,7 +12,7 @@ a worker receives from its Byzantine neighbours, so that they may send a differe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from fedsim.aggregation import AggregationInputs, Pipeline
 from fedsim.aggregation.numerics.columns import bad_rows
 from fedsim.aggregation.pipeline import AggregationResult
+from fedsim.asynchronous.policies.policy import Policy
 from fedsim.asynchronous.policies.server import Arrival, AsyncServer
 from fedsim.asynchronous.round_stats import RoundStats
 from fedsim.clients import State
@@ -83,7 +84,8 @@ class Combination:
         d: number of parameters of the model.
 
     Attributes:
-        by_rule: whether the rule combines vectors; false if it is a mean, so that the policy's own average is used.
+        by_rule: whether the rule combines vectors; false if it is a mean whose inputs and results are not used
+            elsewhere, so that the policy's own average is used, which may keep only a sum.
         filters: whether the rule is applied to each single vector that arrives.
         attacks: whether Byzantine workers send other vectors than those that they have computed.
         tensors: tensors by name that are shared by all processes of a race, and saved in checkpoints.
@@ -98,22 +100,22 @@ class Combination:
         experiment = task.experiment
         policy, attack, self._rule = experiment.policy.component, experiment.attack.component, experiment.rule
         self._task, self._on_graph, self._attack = task, policy.uses_topology, attack
-        self.by_rule = not self._rule.is_mean or bool(experiment.records.updates)  # a mean may keep only a sum
+        self._pools = type(policy).sender is not Policy.sender  # a vector is that of several workers
+        self.by_rule = not self._rule.is_mean or bool(experiment.records.updates) or task.keeps_last
         self.filters = self.by_rule and not self._on_graph and policy.sizes(n) == (1,)
         self.attacks = bool(task.byzantine) and attack.alters_rows
-        remembers = self.attacks and not self._on_graph and not attack.row_by_row
+        self._remembers = self.attacks and not self._on_graph and not attack.row_by_row
+        self._most_known = n if experiment.attack.knows == "latest" else policy.sizes(n)[-1]
         places, width = n if self._on_graph else 1, d if task.keeps_last else 0
         self.tensors = {
             "last": new_rows(places, width, task.dtype, task.device),
             "has_last": torch.zeros(places, dtype=torch.int64),
-            "received": new_rows(n if remembers else 0, d, task.dtype, task.device),  # by slot
+            "received": new_rows(n if self._remembers else 0, d, task.dtype, task.device),  # by slot
             "received_from": torch.full((n,), -1),  # worker that sent it
             "received_at": torch.zeros(n, dtype=torch.int64),  # number of updates of the global model at its arrival
         }
-        self._remembers = remembers
-        self._f_on_graph = experiment.f_on_graph(task.byzantine.fixed) if self._on_graph else []
-        rules = {f: experiment.aggregate.pipeline(f) for f in sorted(set(self._f_on_graph))}
-        self._rules_on_graph = [rules[f] for f in self._f_on_graph]
+        self._rules: dict[int, Pipeline] = {}  # on a graph, by f
+        self._f_in_round: tuple[int, list[int]] = 0, []  # a round, and f of each worker on a graph
         self._states: dict[tuple[str, int], State] = {}  # of the rule and of the attack, by place
         self.recorded: dict[str, Tensor] = {}
 
@@ -134,33 +136,24 @@ class Combination:
         model has used yet, as `attack.knows` says. The worker sends what it has computed if the attack needs more
         vectors than have arrived so far.
         """
-        attackers, slot = self.attackers(server.round), arrival.slot
+        attackers, slot, experiment = self.attackers(server.round), arrival.slot, self._task.experiment
+        received, senders, times = (self.tensors[name] for name in ("received", "received_from", "received_at"))
         if self._remembers:
-            senders = self.tensors["received_from"]
             senders[senders == arrival.worker] = -1  # in another slot
-            self.tensors["received"][slot] = vector
-            senders[slot] = arrival.worker
-            self.tensors["received_at"][slot] = server.version
+            received[slot], senders[slot], times[slot] = vector, arrival.worker, server.version
         if arrival.worker not in attackers:
             return
-        slots, rows = [slot], vector.unsqueeze(0)
+        slots, workers, rows = [slot], [arrival.worker], vector.unsqueeze(0)
         if self._remembers:
-            known = self.tensors["received_from"].numpy() >= 0
-            if self._task.experiment.attack.knows == "buffer":
-                known &= self.tensors["received_at"].numpy() == server.version
-            slots = np.flatnonzero(known).tolist()
-            rows = self.tensors["received"][index_of(slots, vector.device)]
-        workers = self.tensors["received_from"][slots].tolist() if self._remembers else [arrival.worker]
-
-        def combine(changed: Tensor) -> Tensor:
-            return self._apply(server, changed, workers, (server.version,), remember=False).update
-
-        moment = slot, arrival.unit
+            known = (senders >= 0) & ((times == server.version) | (experiment.attack.knows == "latest"))
+            slots = known.nonzero().flatten().tolist()
+            workers, rows = senders[slots].tolist(), received[index_of(slots, vector.device)]
         try:
-            sent = self._attacked(rows, [worker in attackers for worker in workers], workers, moment, SERVER, combine)
+            sent = self._attacked(server, rows, workers, (slot, arrival.unit), (server.version,))
         except ExperimentError:
-            if len(slots) == server.n:  # all vectors are known
-                raise
+            honest = sum(worker not in attackers for worker in workers)
+            if honest >= min(self._most_known - 1, experiment.workers - experiment.attack.count(experiment.workers)):
+                raise  # it never knows more
             return
         vector.copy_(sent[slots.index(slot)])
 
@@ -220,62 +213,59 @@ class Combination:
 
         The attack knows the models of all neighbours of `slot`, even if only one of them sends its model.
         """
-        attackers, (neighbours, weights) = self.attackers(server.round), server.neighbours(slot)
+        neighbours, weights = server.neighbours(slot)
         known = sorted([*neighbours.tolist(), slot])
-        of_known = np.insert(weights, known.index(slot), 1 - weights.sum())
-        is_attacker = [other in attackers for other in known]
-        of_attackers = torch.tensor(is_attacker)
+        own = known.index(slot)
+        of_known = torch.from_numpy(np.insert(weights, own, 1 - weights.sum()))
         differences = models[index_of(known, models.device)] - models[slot]
-
-        def combine(changed: Tensor) -> Tensor:
-            more: dict[str, Any] = {"weights": torch.from_numpy(of_known), "own": known.index(slot), "place": slot}
-            return self._apply(server, changed, known, moment, remember=False, **more).update
-
-        extra = {
-            "weights": torch.from_numpy(of_known)[~of_attackers],
-            "byzantine_weights": torch.from_numpy(of_known)[of_attackers],
-        }
-        sent = self._attacked(differences, is_attacker, known, moment, slot, combine, **extra)
+        sent = self._attacked(server, differences, known, moment, moment, place=slot, weights=of_known, own=own)
         rows = rows.clone()
         for position, other in enumerate(slots):
-            if other in attackers:
+            if other != slot:
                 rows[position] = sent[known.index(other)]
         return rows
 
     def _attacked(
         self,
+        server: AsyncServer,
         rows: Tensor,
-        is_attacker: Sequence[bool],
         workers: list[int],
         moment: tuple[int, ...],
-        place: int,
-        combine: Callable[[Tensor], Tensor],
-        **more: Tensor,
+        moment_of_rule: tuple[int, ...],
+        *,
+        place: int = SERVER,
+        weights: Tensor | None = None,
+        own: int | None = None,
     ) -> Tensor:
-        """Return the known vectors `rows` [m, d] with what the Byzantine workers among them send."""
-        attack, of_attackers = self._attack, torch.tensor(is_attacker, device=rows.device)
-        honest, own = rows[~of_attackers], rows[of_attackers]
-        if not len(honest) and attack.needs_honest:
+        """Return the known vectors `rows` [m, d] of `workers` with what the Byzantine workers among them send."""
+        attackers, attack, personal = self.attackers(server.round), self._attack, self._task.algorithm.personal_columns
+        is_attacker = torch.tensor([worker in attackers for worker in workers])
+        places = is_attacker.to(rows.device)
+        if bool(is_attacker.all()) and attack.needs_honest:
             return rows
 
         def aggregate(byzantine: Tensor) -> Tensor:
-            changed = rows.clone()
-            changed[of_attackers] = byzantine
-            return combine(changed)
+            changed, more = rows.clone(), dict[str, Any](weights=weights, own=own, remember=False)
+            changed[places] = byzantine
+            return self._apply(server, changed, workers, moment_of_rule, place=place, **more).update
 
+        parts = {"weights": ~is_attacker, "byzantine_weights": is_attacker}
+        of_senders = {} if weights is None else {name: weights[part] for name, part in parts.items()}
         sent, self._states["attack", place] = attack(
-            honest,
-            own,
+            rows[~places],
+            rows[places],
             seed=self._task.experiment.seed,
             moment=moment,
             last=self._last(place),
             aggregate=aggregate,
-            workers=[worker for worker, attacks in zip(workers, is_attacker, strict=True) if not attacks],
+            workers=[worker for worker in workers if worker not in attackers],
             state=self._states.get(("attack", place)),
-            **more,
+            **of_senders,
         )
+        if personal.width:  # workers never send personal parameters
+            personal.write(sent, sent.new_zeros(personal.width))
         changed = rows.clone()
-        changed[of_attackers] = sent
+        changed[places] = sent
         return changed
 
     def _apply(
@@ -302,7 +292,7 @@ class Combination:
             remember: whether the rule keeps its state and result.
             more: more inputs of the rule.
         """
-        task, rule = self._task, self._rules_on_graph[place] if self._on_graph else self._rule
+        task, rule = self._task, self._rule if place == SERVER else self._rule_on_graph(server.round, place)
         more |= {"state": self._states.get(("rule", place), {}), "last": self._last(place)}
         more["root"] = server.root() if rule.accepts("root") else None
         inputs = inputs_of_combination(task.experiment, rule, moment, rows, workers, weights, **more)
@@ -321,14 +311,30 @@ class Combination:
         if task.experiment.nonfinite != "keep":
             rule.require_finite_result(result.update, server.round)
         if remember:
-            shares = None if result.shares is None else result.shares.tolist()
-            self.stats.combined.append((list(finite.workers or ()), shares, finite.metrics))
-            self.stats.excluded += [workers[position] for position in bad]
+            stats = self.stats
+            stats.combinations += 1
+            if result.shares is None or self._pools:
+                stats.unknown += 1
+            else:
+                stats.add_coefficients(zip(finite.workers or (), result.shares.tolist(), strict=True))
+            stats.metrics.record(finite.metrics)
+            stats.excluded += [workers[position] for position in bad]
             self._states["rule", place] = result.state
             if task.keeps_last:
                 self.tensors["last"][max(place, 0)] = result.update
                 self.tensors["has_last"][max(place, 0)] = 1
         return result
+
+    def _rule_on_graph(self, round: int, slot: int) -> Pipeline:
+        """Return the rule of the worker in `slot` on the graph of `round`, on which its parameter f depends."""
+        experiment = self._task.experiment
+        round = round if experiment.policy.topology.component.changes else 1
+        if self._f_in_round[0] != round:
+            self._f_in_round = round, experiment.f_on_graph(self._task.byzantine.fixed, round)
+        f = self._f_in_round[1][slot]
+        if f not in self._rules:
+            self._rules[f] = experiment.aggregate.pipeline(f)
+        return self._rules[f]
 
     def _copies(self, server: AsyncServer, inputs: AggregationInputs, place: int) -> dict[str, Tensor]:
         """Return the inputs of a combination as copied tensors by name, as `fedsim replay` reads them."""
@@ -340,7 +346,7 @@ class Combination:
         numbers: dict[str, Any] = {"workers": inputs.workers, "moment": inputs.moment, "version": [server.version]}
         numbers |= {"byzantine": [worker in byzantine for worker in inputs.workers or ()]}
         if place != SERVER:
-            numbers |= {"receiver": [place], "own": [inputs.own], "f": [self._f_on_graph[place]]}
+            numbers |= {"receiver": [place], "own": [inputs.own], "f": [self._f_in_round[1][place]]}
         tensors |= {name: torch.tensor(values) for name, values in numbers.items()}
         return {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items() if tensor is not None}
 

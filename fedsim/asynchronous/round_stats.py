@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from fedsim.records.round_stats import MetricLog
 from fedsim.training.batches import WorkItem
@@ -27,8 +26,10 @@ class RoundStats:
         cancelled: maps each worker's ID to the number of its results that were cancelled.
         excluded: for each result that was excluded because of NaN or infinity, the ID of its worker.
         rejected: maps each worker's ID to the number of its results that the aggregation rule has rejected.
-        combined: for each use of the aggregation rule, the IDs of k workers, the coefficients of their vectors in the
-            result (None if unknown), and the numbers that the rule recorded.
+        combinations, unknown: number of times that the aggregation rule was used, and of these, the number of times in
+            which the coefficients of the vectors in the result are unknown.
+        coefficients: maps each worker's ID to the sum of the coefficients of its vectors.
+        metrics: numbers that the rule recorded.
     """
 
     samples: Counter[int] = field(default_factory=Counter)
@@ -40,7 +41,10 @@ class RoundStats:
     cancelled: Counter[int] = field(default_factory=Counter)
     excluded: list[int] = field(default_factory=list)
     rejected: Counter[int] = field(default_factory=Counter)
-    combined: list[tuple[list[int], list[float] | None, dict[str, Any]]] = field(default_factory=list)
+    combinations: int = 0
+    unknown: int = 0
+    coefficients: dict[int, float] = field(default_factory=dict)
+    metrics: MetricLog = field(default_factory=MetricLog)
 
     @property
     def train_loss(self) -> float:
@@ -65,22 +69,19 @@ class RoundStats:
 
         In an aggregation without a worker, the worker's coefficient counts as 0.
         """
-        totals = dict.fromkeys(workers, 0.0)
-        for combined, coefficients, _ in self.combined:
-            if coefficients is None:
-                return None
-            for worker, coefficient in zip(combined, coefficients, strict=True):
-                totals[worker] = totals.get(worker, 0.0) + coefficient
-        return [totals[worker] / len(self.combined) for worker in workers] if self.combined else None
+        if self.unknown or not self.combinations:
+            return None
+        return [self.coefficients.get(worker, 0.0) / self.combinations for worker in workers]
 
-    def rule_metrics(self) -> dict[str, float]:
-        """Return the mean of each number that the aggregation rule recorded, by name."""
-        log = MetricLog()
-        for *_, metrics in self.combined:
-            log.record(metrics)
-        return log.means()
+    def add_coefficients(self, coefficients: Iterable[tuple[int, float]]) -> None:
+        """Add pairs of a worker ID and the coefficient of this worker's vector to `coefficients`."""
+        for worker, coefficient in coefficients:
+            self.coefficients[worker] = self.coefficients.get(worker, 0.0) + coefficient
 
     def add(self, stats: RoundStats) -> None:
         """Add the statistics of another process to this object."""
+        self.add_coefficients(stats.coefficients.items())
+        self.metrics.extend(stats.metrics)
         for count in fields(self):
-            setattr(self, count.name, getattr(self, count.name) + getattr(stats, count.name))
+            if count.name not in ("coefficients", "metrics"):
+                setattr(self, count.name, getattr(self, count.name) + getattr(stats, count.name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -175,7 +176,9 @@ class ServerState(AsyncServer):
             if self.nonfinite != "keep" and not bool(vector.isfinite().all()):
                 if self.nonfinite == "error":
                     raise nonfinite_error(self.round, f"the result of worker {called(arrival.worker)}")
-                self.combination.stats.excluded.append(arrival.worker)
+                stats = self.combination.stats
+                stats.excluded.append(arrival.worker)
+                stats.results -= Counter([(arrival.worker, arrival.staleness)])
                 return False
         return not self.combination.filters or self.combination.admit(self, arrival, vector)
 
@@ -202,8 +205,10 @@ class ServerState(AsyncServer):
         if self.policy.work == "gradient":
             return change(self, arrival, self.rows[slot])
         delta = self.rows[slot] - self.replicas[slot]
+        before = delta.clone()
         result = change(self, arrival, delta)
-        self.rows[slot].copy_(delta.add_(self.replicas[slot]))
+        if not torch.equal(delta, before):  # an unchanged result keeps its digits
+            self.rows[slot].copy_(delta.add_(self.replicas[slot]))
         return result
 
     def mixing_matrix(self) -> np.ndarray:

@@ -157,18 +157,19 @@ class Settings(Table):
         """Aggregation rule with its parameters."""
         return self.aggregate.pipeline(self.f)
 
-    def f_on_graph(self, byzantine: Collection[int]) -> list[int]:
-        """Return the number of Byzantine models that the rule of each worker on a graph must tolerate.
+    def f_on_graph(self, byzantine: Collection[int], round: int) -> list[int]:
+        """Return the number of Byzantine models that the rule of each worker on a graph must tolerate in `round`.
 
         It is `aggregate.f`, or the number of the worker's Byzantine neighbours. In a pair of workers, it is at most 1.
         For a Byzantine worker, it is at most the largest number of an honest worker.
 
         Args:
             byzantine: Byzantine workers of all rounds; empty if they are drawn in each round or not known yet.
+            round: number of the round, on which the graph may depend.
         """
         if self.aggregate.f is not None or not self.aggregate.takes_f:
             return [self.f] * self.workers
-        adjacent = self.policy.topology.component.adjacency(self.workers, self.seed)
+        adjacent = self.policy.topology.component.adjacency(self.workers, self.seed, round)
         inside = (adjacent[:, sorted(byzantine)] if byzantine else adjacent).sum(1)
         most = 1 if self.policy.component.locking == "pair" else self.attack.count(self.workers)
         counts = np.minimum(inside, min(most, self.attack.count(self.workers)))

@@ -439,11 +439,13 @@ def _checks_of_combinations(experiment: Settings) -> Iterator[Callable[[], objec
             place = f"aggregate.rule, which combines {{}} of {n} vectors with {where}"
             yield partial(rule.dry_run, size, lr, place=place, models=models)
         return
-    counts = [1] * n
-    if policy.locking != "pair":
-        counts = experiment.policy.topology.component.adjacency(n, experiment.seed).sum(1).tolist()
+    graph, sizes_and_f = experiment.policy.topology.component, set()
+    for round in graph.checked_rounds(experiment.rounds):
+        counts = graph.adjacency(n, experiment.seed, round).sum(1).tolist()
+        pairs = zip(counts, experiment.f_on_graph(experiment.byzantine, round), strict=True)
+        sizes_and_f |= {(1 if policy.locking == "pair" else count, f) for count, f in pairs if count}
     place = f"aggregate.rule, which combines {{}} models, a worker's and its neighbours', with {where}"
-    for count, f in sorted(set(zip(counts, experiment.f_on_graph(experiment.byzantine), strict=True))):
+    for count, f in sorted(sizes_and_f):
         weights = torch.full((count + 1,), 1 / (count + 1), dtype=torch.double) if rule.accepts_weights else None
         yield partial(experiment.aggregate.pipeline(f).dry_run, count + 1, lr, weights, place=place, own=0)
 

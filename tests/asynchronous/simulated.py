@@ -150,7 +150,7 @@ def simulate(
     tables["aggregate"] = Aggregate(**(rule or {}))
     experiment = SimpleNamespace(**tables, seed=seed, buffers=buffers, nonfinite="error")
     experiment.rule = tables["aggregate"].pipeline(f)
-    experiment.f_on_graph = lambda byzantine: [f] * n
+    experiment.f_on_graph = lambda byzantine, round: [f] * n
     experiment.local_lr, experiment.sends_gradients = LR, chosen.work == "gradient"
     byzantine = Attackers(frozenset(tables["attack"].workers or ()), start_round=tables["attack"].start_round)
     task = SimpleNamespace(experiment=experiment, dtype=wide, device=torch.device("cpu"), algorithm=GradientOnly())

@@ -354,3 +354,45 @@ def test_workers_take_steps_in_proportion_to_their_speed(tiny_experiment):
     (record,) = fedsim.run(tables).history
     assert record.samples == [16, 8, 4]
     assert record.virtual_seconds == 4.0
+
+
+# Rules and attacks
+
+SLOW = {"slowdown": {"name": "geometric", "ratio": 3.0}}
+
+
+def loss_after(rounds=3, **settings):
+    return fedsim.run(**SMALL | {"clock": SLOW, "rounds": rounds} | settings).history[-1].test_loss
+
+
+@pytest.mark.parametrize("name", ["fedbuff", "fedasync", "async_local_sgd"])
+def test_an_attack_changes_no_digit_before_its_first_round(name):
+    attack = {"name": "ipm", "workers": [1], "start_round": 3}
+    with_attack = fedsim.run(**SMALL | {"clock": SLOW, "policy": name, "attack": attack}).history
+    assert with_attack[1].test_loss == loss_after(2, policy=name)
+
+
+def test_a_mean_keeps_its_last_result_for_attacks_that_use_it():
+    losses = [
+        loss_after(policy="fedbuff", attack={"name": "free_rider", "what": what, "workers": [1]})
+        for what in ("zero", "last")
+    ]
+    assert losses[0] != losses[1]
+
+
+def test_an_attack_that_can_never_know_enough_vectors_is_an_error():
+    attack = {"name": "alie", "workers": [1], "knows": "buffer"}
+    with pytest.raises(fedsim.ExperimentError, match="at least 2 honest workers, not 1"):
+        loss_after(policy={"name": "fedbuff", "k": 2}, attack=attack)
+
+
+def test_attacks_do_not_change_personal_parameters():
+    local = {"algorithm": "fedper", "personal": ["2.*"], "batch_size": 4, "lr": 0.1}
+    settings = SMALL | {"policy": "fedbuff", "local": local, "model": f"{__name__}:dropping"}
+    attacked = fedsim.run(**settings, attack={"name": "gaussian", "workers": [1]}).model.state_dict()
+    assert torch.equal(attacked["2.weight"], fedsim.run(**settings | {"rounds": 1}).model.state_dict()["2.weight"])
+
+
+def test_the_coefficients_of_buffers_are_not_those_of_workers():
+    history = fedsim.run(**SMALL, policy={"name": "basgd", "b": 2}, aggregate="geometric_median").history
+    assert [record.weights for record in history] == [None] * 3

@@ -229,3 +229,10 @@ def test_buffers_of_excluded_results_are_not_averaged(buffers):
     result = fedsim.run(tables("d_psgd", "ring", model=f"{HERE}:normalised", local=local, **changes))
     assert 1 in result.history[0].excluded
     assert all(values.isfinite().all() for values in result.model.state_dict().values())
+
+
+def test_f_follows_a_graph_that_changes():
+    """Worker 3 attacks worker 2 in odd rounds, and worker 4 in even ones. Each ignores its only neighbour then."""
+    attack = {"name": "gaussian", "std": 1e6, "workers": [3]}
+    result = fedsim.run(**tables("d_psgd", "matching", aggregate="ios", attack=attack))
+    assert max(record.test_loss for record in result.history) < 2

@@ -82,22 +82,26 @@ class CommunicationGraph(Component):
         """Raise ExperimentError if the graph of n workers, or the graphs of `rounds` rounds together, are invalid."""
         if n > MOST_WORKERS:
             raise ExperimentError(f"workers = {n}: must be at most {MOST_WORKERS:,} with policy.topology")
-        rounds, union = min(rounds, MOST_ROUNDS) if self.changes else 1, np.zeros((n, n))
+        checked, union = self.checked_rounds(rounds), np.zeros((n, n))
         is_own = ":" in self.name or self.name.startswith("<")  # a function of the user
         if is_own and not np.array_equal(self.mixing_matrix(n, seed), self.mixing_matrix(n, seed)):
             raise ExperimentError(f"{self.place}: returned two different graphs; use its argument rng for random draws")
-        for round in range(1, rounds + 1):
+        for round in checked:
             union += self.mixing_matrix(n, seed, round)
             if (alone := _unreachable(union)) is None:
                 return
         raise ExperimentError(
-            f"{self.place}: {NO_PATH} {alone} in the graphs of {plural(rounds, 'round')} together, which must connect "
-            "all workers"
+            f"{self.place}: {NO_PATH} {alone} in the graphs of {plural(len(checked), 'round')} together, which must "
+            "connect all workers"
         )
 
-    def adjacency(self, n: int, seed: int) -> np.ndarray:
-        """Return which of n workers are neighbours (in round 1), bool [n, n]."""
-        adjacent = self.mixing_matrix(n, seed) > 0
+    def checked_rounds(self, rounds: int) -> range:
+        """Return the rounds whose graphs are checked before a run: the first one, or more if the graph changes."""
+        return range(1, 1 + (min(rounds, MOST_ROUNDS) if self.changes else 1))
+
+    def adjacency(self, n: int, seed: int, round: int) -> np.ndarray:
+        """Return which of n workers are neighbours in a round, bool [n, n]."""
+        adjacent = self.mixing_matrix(n, seed, round) > 0
         np.fill_diagonal(adjacent, False)
         return adjacent
 

@@ -79,7 +79,7 @@ class ClockLoop(Loop):
             self._engine.run(Executor.check_and_test, round)
             tested = EvaluationResult.of(self._task, self._engine.shared)
             tested.metrics.update(policy.numbers(self._server))
-            tested.metrics.update(dispatcher.stats.rule_metrics())
+            tested.metrics.update(dispatcher.stats.metrics.means())
         stats = dispatcher.stats
         return RoundRecord(
             round=round,

@@ -157,7 +157,7 @@ class RaceLoop(Loop):
         with timer("test"):
             self._engine.run(Executor.check_and_test, round)
             tested = EvaluationResult.of(self._task, self._shared)
-            tested.metrics.update(self._policy.numbers(server) | sums.stats.rule_metrics())
+            tested.metrics.update(self._policy.numbers(server) | sums.stats.metrics.means())
         counts = async_record(sums.stats, server.version, self._arrivals[run], self._policy.buffered(server))
         return RaceRoundResult(sums, self._race_state.lost(), counts, tested)
 
