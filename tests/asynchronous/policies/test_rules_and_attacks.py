@@ -531,6 +531,26 @@ def test_two_byzantine_neighbours_and_a_start_round_on_a_graph():
         assert same(run.row, mean(model for i, model in enumerate(models) if step < 6 or i not in workers))
 
 
+@pytest.mark.parametrize(("rule", "attack"), ON_GRAPHS_UNDER_ATTACK)
+def test_a_rule_combines_the_models_of_present_workers(rule, attack):
+    """Worker 4 leaves in the third step, and its weights count for the workers themselves."""
+    table, rule = attack_of(attack, [2]), None if rule is None else ON_GRAPHS[rule]
+    options = {"topology": "complete", "departures": {4: 2.5}, "rule": rule, "f": 1, "attack": table}
+    run = simulate(policy_of("d_psgd"), delays_of([1.0] * 5), **options)
+    run.advance(5 * 2 + 4 * 6)
+    models, weights, present = [START] * 5, np.full((5, 5), 0.2), list(range(5))
+    for step in range(8):
+        if step == 2:
+            present.remove(4)
+            weights[4] = weights[:, 4] = 0
+            weights[range(4), range(4)] += 0.2
+        gradients = [result(models[i], nth_step(i, step)) for i in range(5)]
+        moves = [received(models, i, present, weights, rule, attack and ATTACKS[attack], [2]) for i in present]
+        for i, move in zip(present, moves, strict=True):
+            models[i] = models[i] + move - LR * gradients[i]
+    assert same(run.server.replicas[:4], torch.stack(models[:4]))
+
+
 def test_no_model_is_tested_if_only_byzantine_workers_remain():
     attack = {**ATTACKS["ipm"], "workers": [1]}
     run = simulate(policy_of("gossip"), delays_of([1.0, 1.0]), departures={0: 0.5}, attack=attack).advance(1)
