@@ -221,15 +221,8 @@ def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | N
     duplicates = experiment.in_rounds and len(workers.unique()) < n
     if duplicates or not 0 <= int(workers.min()) <= int(workers.max()) < experiment.workers:
         return f"workers: must be {n} worker IDs from 0 to {experiment.workers - 1}, without duplicates in a round"
-    limits = {
-        "samples": math.inf,
-        "moment": math.inf,
-        "version": math.inf,
-        "staleness": math.inf,
-        "own": n,
-        "f": math.inf,
-    }
-    for name, limit in (limits | {"receiver": experiment.workers}).items():
+    limits = dict.fromkeys(("samples", "moment", "version", "staleness", "f"), math.inf)
+    for name, limit in (limits | {"own": n, "receiver": experiment.workers}).items():
         if name in tensors and not 0 <= int(tensors[name].min()) <= int(tensors[name].max()) < limit:
             return f"{name}: must be at least 0" + (f" and less than {limit}" if limit < math.inf else "")
     return None

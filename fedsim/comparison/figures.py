@@ -339,20 +339,19 @@ def timeline(run: Run) -> Timeline | None:
     workers = sorted({worker for cell in cells for *_, spent in cell for worker in spent.workers})
     if not workers:
         return None
-    numbers = np.zeros(
-        (5, len(workers), len(cells))
-    )  # seconds of training and waiting, used, dropped, sum of staleness
+    # seconds of training and of waiting, used and dropped results, sum of their staleness
+    numbers = np.zeros((5, len(workers), len(cells)))
     for index, cell in enumerate(cells):
         for *_, spent in cell:
-            of_workers = [spent.training, spent.waiting, spent.used, spent.dropped]
-            of_workers.append(np.array(spent.used, float) * spent.staleness)
-            np.add.at(numbers[:, :, index].T, np.searchsorted(workers, spent.workers), np.array(of_workers).T)
+            stale = np.array(spent.used, float) * spent.staleness
+            of_workers = np.array([spent.training, spent.waiting, spent.used, spent.dropped, stale])
+            numbers[:, np.searchsorted(workers, spent.workers), index] += of_workers
     rows, labels = _rows_of_workers(run, workers, numbers.sum(2))
     numbers, sizes = np.stack([numbers[:, row].sum(1) for row in rows], 1), np.array(list(map(len, rows)))
     ends = np.maximum.accumulate([0.0, *(cell[-1][1] for cell in cells)])
     training, waiting, used, dropped, stale = numbers.sum(2)
-    columns = [*map(percent, training / sizes / ends[-1])], [*map(percent, waiting / sizes / ends[-1])]
-    counts = ([*map(amount, column)] for column in (used, dropped, stale / np.maximum(1, used)))
+    shares, counts = (training, waiting), (used, dropped, stale / np.maximum(1, used))
+    columns = *(map(percent, seconds / sizes / ends[-1]) for seconds in shares), *(map(amount, each) for each in counts)
     shared = "" if sizes.max() == 1 else f", {sizes.max()} per row, by training seconds per result"
     marks = "; (B): Byzantine" if run.byzantine else ""
     return Timeline(
@@ -361,7 +360,7 @@ def timeline(run: Run) -> Timeline | None:
         x_text="virtual seconds",
         y_text=f"workers{shared}",
         head=["workers", "trains", "waits", "used", "dropped", "staleness"],
-        table=list(map(list, zip(labels, *columns, *counts, strict=True))),
+        table=list(map(list, zip(labels, *columns, strict=True))),
         spells=_spells(numbers, ends, sizes, list(map(_rounds, cells))),
         ends=ends[1:].tolist(),
     )
@@ -389,9 +388,8 @@ def _rows_of_workers(run: Run, workers: list[int], totals: np.ndarray) -> tuple[
     byzantine = [worker in run.byzantine for worker in workers]
     if len(workers) > MOST_ROWS:
         pace = totals[0] / np.maximum(totals[2] + totals[3], 0.5)  # one without results is slow
-        groups = [
-            [place for place in np.argsort(pace, kind="stable") if byzantine[place] == evil] for evil in (False, True)
-        ]
+        by_pace = np.argsort(pace, kind="stable").tolist()
+        groups = ([place for place in by_pace if byzantine[place] == evil] for evil in (False, True))
         per_row = math.ceil(len(workers) / (MOST_ROWS - 1))  # each group may have a last row with fewer workers
         rows = [part for group in groups for part in _parts(group, math.ceil(len(group) / per_row))]
         rows.sort(key=lambda row: pace[row[len(row) // 2]])
@@ -406,23 +404,19 @@ def _spells(numbers: np.ndarray, ends: np.ndarray, sizes: np.ndarray, names: Seq
     places = np.maximum(1, sizes * min(1.0, busy.max() / sizes.sum()))  # workers of each row at the same time
     spells = []
     for row, of_row in enumerate(numbers.transpose(1, 2, 0).tolist()):
-        results = [0.0, 0.0, 0.0]  # of this cell, or of the next one with results: what the training leads to
-        for cell, length in reversed(list(enumerate(lengths.tolist()))):
-            training, waiting, *of_cell = of_row[cell]
-            results = of_cell if of_cell[0] + of_cell[1] else results
-            used, dropped, stale = results
-            total, start = used + dropped or 1.0, float(ends[cell])
+        used, dropped, stale = 0.0, 0.0, 0.0  # of this cell, or of the next one with results, to which training leads
+        for cell, (training, waiting, *results) in reversed(list(enumerate(of_row))):
+            if results[0] + results[1]:
+                used, dropped, stale = results
+            total, start, length = used + dropped, float(ends[cell]), float(lengths[cell])
             scale = length / max(places[row] * length, training + waiting, 1e-300)
-            shares = {TRAINS: used / total, DROPPED: dropped / total, UNFINISHED: float(used + dropped == 0)}
-            for does, seconds in (
-                {does: share * training for does, share in shares.items()} | {WAITS: waiting}
-            ).items():
-                if (shown := seconds * scale) > 0:
-                    staleness = stale / used if does == TRAINS else 0.0
-                    spells.append(
-                        Spell(row, does, start, shown, staleness, f"{names[cell]}, {percent(shown / length)}")
-                    )
-                    start += shown
+            seconds = {UNFINISHED: training, WAITS: waiting}
+            if total:
+                seconds = {TRAINS: training * used / total, DROPPED: training * dropped / total, WAITS: waiting}
+            for does, shown in ((does, scale * spent) for does, spent in seconds.items() if scale * spent > 0):
+                staleness = stale / used if does == TRAINS else 0.0
+                spells.append(Spell(row, does, start, shown, staleness, f"{names[cell]}, {percent(shown / length)}"))
+                start += shown
     return spells
 
 

@@ -201,9 +201,8 @@ def _unused_keys(experiment: Settings) -> Iterator[tuple[str, Iterable[str]]]:
     else:
         yield (
             f"policy={experiment.policy.name}",
-            {"sync", "switch_after_round", "processors", "downlink"}
+            {"sync", "switch_after_round", "processors", "downlink", "aggregate.weights"}
             | {"sampling", "sampling.dropout_rate"}
-            | {"aggregate.weights"}
             | ({"server"} if not policy.uses_server_optimizer else set()),
         )
     yield from _unused_by_values(experiment)
@@ -711,15 +710,14 @@ def _check_combination(experiment: Settings, policy: Policy) -> Iterator[str]:
     """Yield an error line for each setting of the rule or attack that the asynchronous `policy` does not support."""
     where, rule, attack, mode = experiment.policy.setting, experiment.rule, experiment.attack, experiment.mode
     alters = attack.component.alters_rows and attack.count(experiment.workers) > 0
-    stages = {experiment.aggregate.setting: not rule.is_mean, attack.setting: alters}
-    keeps_state = {
-        experiment.aggregate.setting: rule.accepts("state"),
-        attack.setting: "state" in attack.component.accepts,
-    }
-    for setting in (setting for setting, is_used in stages.items() if is_used and mode == "race"):
-        if policy.locking == "nothing":
+    stages = [  # (setting, whether it is used, whether it keeps a state)
+        (experiment.aggregate.setting, not rule.is_mean, rule.accepts("state")),
+        (attack.setting, alters, "state" in attack.component.accepts),
+    ]
+    for setting, is_used, keeps_state in stages if mode == "race" else ():
+        if is_used and policy.locking == "nothing":
             yield f"{setting}: needs a lock in a race, but {where} has none; use policy=locked or mode=clock"
-        elif keeps_state[setting]:
+        elif is_used and keeps_state:
             yield f"{setting}: keeps a state between updates, which a race does not support; use mode=clock"
     if mode == "race" and experiment.records.updates:
         log = " and, to repeat a race, clock.replay_log=RUN/race.csv" if policy.locking == "server" else ""

@@ -311,7 +311,8 @@ class RoundRecord(Record):
     clusters: list[Count] = field(default_factory=list)
     """Index of the global model that each worker of the cohort selected and trained. Empty if there is only one."""
     excluded: list[Count] = field(default_factory=list)
-    """IDs of the workers whose results were excluded because they contained NaN or infinity."""
+    """IDs of the workers whose results were excluded because they contained NaN or infinity. With an asynchronous
+    policy, an ID occurs for each excluded result and, on a graph, for each neighbour that excluded a model."""
     diverged: Text | None = None
     """Description of the NaN or infinity that ended the run (`aggregate.nonfinite = "stop"`). In such a round, test
     results are those of the global model before the round, and the record has no other numbers."""
