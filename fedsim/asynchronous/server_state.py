@@ -192,7 +192,7 @@ class ServerState(AsyncServer):
 
     @property
     def mixes(self) -> bool:
-        return self.combination.by_rule or self.combination.attacks
+        return self.combination.by_rule or bool(self.combination.attackers(self.round))
 
     @property
     def tested(self) -> np.ndarray:
