@@ -399,3 +399,10 @@ def test_attacks_do_not_change_personal_parameters():
 def test_the_coefficients_of_buffers_are_not_those_of_workers():
     history = fedsim.run(**SMALL, policy={"name": "basgd", "b": 2}, aggregate="geometric_median").history
     assert [record.weights for record in history] == [None] * 3
+
+
+def test_workers_whose_elastic_differences_are_all_excluded_do_not_wait_for_ever():
+    policy = {"name": "easgd", "synchronous": True, "period": 1}
+    attack, clock = {"name": "nan", "workers": [1, 2]}, SLOW | {"departures": {"0": 9.0, "3": 9.0}}
+    settings = {"policy": policy, "attack": attack, "aggregate": {"nonfinite": "exclude"}, "clock": clock}
+    assert loss_after(6, **settings) > 0

@@ -132,8 +132,9 @@ class ElasticAveraging(Waiting):
                 server.global_row.add_(server.combine(sent, senders, staleness), alpha=len(senders))
             else:
                 server.global_row.add_(sent.sum(0))
-            server.increment_version()
             server.mix_buffers(senders)
+        if senders or self.synchronous:  # workers that wait are asked again after the next update
+            server.increment_version()
         for slot in slots:
             server.read[slot] = server.version
 
