@@ -82,8 +82,9 @@ class ElasticAveraging(Waiting):
     """Elastic averaging SGD: every `period` steps, worker i's model x_i and the global model W move towards each other.
 
     Zhang et al. 2015. This exchange computes e_i = alpha (x_i - W), x_i -= e_i, W += e_i. If all k workers exchange at
-    the same time, `aggregate.rule` combines the e_i, and W moves by k times the result. Unlike in the paper, the next
-    gradient is computed at the new x_i, not at the old x_i.
+    the same time, `aggregate.rule` combines the e_i, and W moves by k times the result. An attack changes the e_i that
+    a worker sends, but not its x_i. Unlike in the paper, the next gradient is computed at the new x_i, not at the old
+    x_i.
 
     Args:
         alpha: strength of an exchange, from 0 to 1. None: 0.9 / workers, as in the paper.

@@ -5,6 +5,8 @@ The loops combine vectors with `fedsim.aggregate` and replace those of Byzantine
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -40,6 +42,7 @@ ATTACKS = {
     "alie": {"name": "alie", "z": 1.5, "ddof": 0},
     "sign_flipping": {"name": "sign_flipping", "scale": 2.0},
 }
+TUNED = {"name": f"{__name__}:against"}
 
 
 # pairs of a rule and an attack
@@ -49,7 +52,7 @@ FILTERS_UNDER_ATTACK = [("norm_clipping", None), ("norm_clipping", "sign_flippin
 
 
 def attack_of(name, workers):
-    return None if name is None else {**ATTACKS[name], "workers": workers}
+    return None if name is None else {**ATTACKS.get(name, TUNED), "workers": workers}
 
 
 class Combined:
@@ -101,7 +104,13 @@ class Sent:
 
 
 def attacked(own, honest, attack):
-    return fedsim.attack(torch.stack(honest), own_updates=torch.stack(own), n_byzantine=len(own), **attack)
+    tuned = {"aggregate": partial(fedsim.aggregate, name="median")} if "against" in attack["name"] else {}
+    return fedsim.attack(torch.stack(honest), own_updates=torch.stack(own), n_byzantine=len(own), **tuned, **attack)
+
+
+def against(own_updates, aggregate):
+    """Return an attack against the median, which depends on the median of all known vectors and larger own ones."""
+    return -aggregate(3 * own_updates)
 
 
 # Each function takes a vector that has arrived and may replace the row, like the rules of `replayed`. In `memory`,
@@ -302,6 +311,11 @@ def test_a_rejected_vector_changes_nothing_on_the_server(case):
     assert run.clock.dispatcher.stats.rejected[1] in (sent // period, (sent - 1) // period)
 
 
+@pytest.mark.parametrize("case", BUFFERS)
+def test_an_attack_is_tuned_against_the_rule(case):
+    check(*BUFFERS[case], RULES["median"], {**TUNED, "workers": [3]})
+
+
 # Policies with an order of their own
 
 
@@ -438,7 +452,12 @@ ON_GRAPHS = {
     "norm_clipping": {"rule": "norm_clipping", "c": 0.2},
 }
 ON_GRAPHS_UNDER_ATTACK = [(None, "ipm"), (None, "sign_flipping"), ("median", None), ("trimmed_mean", "alie")]
-ON_GRAPHS_UNDER_ATTACK += [("geometric_median", "ipm"), ("norm_clipping", None), ("norm_clipping", "sign_flipping")]
+ON_GRAPHS_UNDER_ATTACK += [
+    ("median", "against"),
+    ("geometric_median", "ipm"),
+    ("norm_clipping", None),
+    ("norm_clipping", "sign_flipping"),
+]
 
 
 def received(models, i, present, weights, rule, attack=None, workers=()):
@@ -472,7 +491,7 @@ def test_d_psgd_combines_the_models_of_neighbours(rule, graph, attack):
         moves = []
         for i in range(5):
             present = [j for j in range(5) if j == i or adjacency[i][j]]
-            change = received(models, i, present, weights, rule, attack and ATTACKS[attack], [2])
+            change = received(models, i, present, weights, rule, attack and ATTACKS.get(attack, TUNED), [2])
             moves.append(change - LR * result(models[i], nth_step(i, step)))
         models = [model + move for model, move in zip(models, moves, strict=True)]
     assert same(run.server.replicas, torch.stack(models))
@@ -499,7 +518,7 @@ def test_pairs_combine_their_models(name, rule, attack):
         if name == "gossip":
             models[mine] = models[mine] - step
         pair = sorted([mine, theirs])
-        moves = {i: received(models, i, pair, weights, rule, attack and ATTACKS[attack], [2]) for i in pair}
+        moves = {i: received(models, i, pair, weights, rule, attack and ATTACKS.get(attack, TUNED), [2]) for i in pair}
         for i in pair:
             models[i] = models[i] + moves[i]
         if name == "ad_psgd":
@@ -545,7 +564,9 @@ def test_a_rule_combines_the_models_of_present_workers(rule, attack):
             weights[4] = weights[:, 4] = 0
             weights[range(4), range(4)] += 0.2
         gradients = [result(models[i], nth_step(i, step)) for i in range(5)]
-        moves = [received(models, i, present, weights, rule, attack and ATTACKS[attack], [2]) for i in present]
+        moves = [
+            received(models, i, present, weights, rule, attack and ATTACKS.get(attack, TUNED), [2]) for i in present
+        ]
         for i, move in zip(present, moves, strict=True):
             models[i] = models[i] + move - LR * gradients[i]
     assert same(run.server.replicas[:4], torch.stack(models[:4]))
