@@ -221,7 +221,7 @@ class StaleSynchronous(Policy):
     s: NonNegativeInt | Literal["inf"] = 3
 
     def sizes(self, n_workers: int) -> tuple[int, ...]:
-        return (n_workers,) if self.s == 0 else (1, n_workers)
+        return {0: (n_workers,), "inf": (1,)}.get(self.s, (1, n_workers))
 
     def start(self, server: AsyncServer) -> State:
         counts = {name: torch.zeros(server.n, dtype=torch.int64) for name in ("clocks", "buffered")}

@@ -240,12 +240,13 @@ def test_basgd_matches_the_algorithm_of_the_paper(b, name, kind):
     assert run.server.policy.buffered(run.server) == sum(map(len, stored))
 
 
-def test_basgd_with_one_buffer_is_asgd_and_the_rule_is_a_filter():
+def test_policies_that_equal_asgd_use_the_rule_as_a_filter():
     rows = [
         simulate(policy_of(name, **params), delays_of(SPEEDS), rule={"rule": "norm_clipping", "c": 0.5}).advance(40).row
-        for name, params in [("basgd", {"b": 1}), ("asgd", {})]
+        for name, params in [("basgd", {"b": 1}), ("ssp", {"s": "inf"}), ("asgd", {})]
     ]
-    assert same(*rows)
+    assert same(rows[0], rows[2])
+    assert same(rows[1], rows[2])
 
 
 def test_basgd_does_not_wait_for_buffers_whose_workers_have_left():
