@@ -165,6 +165,8 @@ class VirtualClock:
             else:
                 self._waiting.append(slot)
         self._idle = []
+        if server.version != self._asked_at:  # the start of a worker has updated the global model, as with `ssp`
+            self._start_idle()
 
     def _start(self, slot: int) -> None:
         item = self.dispatcher.dispatch(slot)

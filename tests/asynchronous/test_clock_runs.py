@@ -406,3 +406,13 @@ def test_workers_whose_elastic_differences_are_all_excluded_do_not_wait_for_ever
     attack, clock = {"name": "nan", "workers": [1, 2]}, SLOW | {"departures": {"0": 9.0, "3": 9.0}}
     settings = {"policy": policy, "attack": attack, "aggregate": {"nonfinite": "exclude"}, "clock": clock}
     assert loss_after(6, **settings) > 0
+
+
+def test_workers_of_ssp_do_not_wait_longer_if_results_are_excluded():
+    """Two fast workers wait for one that takes 3 s for each of 6 steps."""
+    clock = {"slowdown": {"name": "list", "values": [1.0, 1.0, 3.0]}, "step_seconds": 1.0}
+    settings = {"workers": 3, "rounds": 1, "policy": {"name": "ssp", "s": 0}, "clock": clock, "local": {"steps": 6}}
+    attack, aggregate = {"name": "nan", "workers": [2]}, {"nonfinite": "exclude"}
+    for more in ({}, {"attack": attack, "aggregate": aggregate}):
+        (record,) = fedsim.run(**{**SMALL, **settings, **more}).history
+        assert record.virtual_seconds == 18.0
