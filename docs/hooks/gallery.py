@@ -43,7 +43,7 @@ EXPERIMENTS = ROOT / "experiments"
 MOST_BYTES = 300_000  # maximum size of the stored records of an experiment
 # keys that change no result, or belong to a machine
 NOT_COMPARED = ("data.root", "model.weights", "records.", "device", "engine", "processes", "distributed.")
-NOT_KEPT = ("weights", "seconds")  # large entries that no figure shows
+NOT_KEPT = ("weights", "seconds", "timeline")  # large entries that no figure shows
 DIGITS = 6  # significant digits of the stored numbers
 MOST_WIDE = 3  # maximum number of columns with intervals that fit on a page
 TABLE_COLUMNS = ("score", "difference", "best_accuracy", "bytes", "to_target", "bytes_to_target")
