@@ -510,11 +510,12 @@ class Attack(TopAttack):
     """Whether the attackers' updates pass through `processors` like those of honest workers. Otherwise attackers see
     the processed updates, and send theirs unprocessed. Attacks on data only are always processed."""
     knows: Literal["latest", "buffer"] = "latest"
-    """What an attack knows with an asynchronous policy: the last result of each worker (`latest`), or only the results
-    that no update of the global model has used yet (`buffer`). On a graph, it knows the neighbours' models."""
+    """What an attack knows with an asynchronous policy: the last result of each worker that trains at the same time
+    (`latest`), or only those that no update of the global model has used yet (`buffer`). On a graph, it knows the
+    neighbours' models."""
     slowdown: Literal["fastest", "slowest"] | PositiveFloat | None = None
-    """Slowdown factor of the Byzantine workers on the virtual clock, instead of `clock.slowdown`: a number, or the
-    factor of the fastest or slowest honest worker. So attackers choose when their results arrive."""
+    """Slowdown factor of the Byzantine workers on the virtual clock in all rounds, instead of `clock.slowdown`: a
+    number, or the factor of the fastest or slowest honest worker. So attackers choose when their results arrive."""
 
 
 class TopAggregate(ComponentTable):
