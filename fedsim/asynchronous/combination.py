@@ -216,7 +216,7 @@ class Combination:
         neighbours, weights = server.neighbours(slot)
         known = sorted([*neighbours.tolist(), slot])
         own = known.index(slot)
-        of_known = torch.from_numpy(np.insert(weights, own, 1 - weights.sum()))
+        of_known = torch.from_numpy(np.insert(weights, own, max(0.0, 1 - weights.sum())))
         differences = models[index_of(known, models.device)] - models[slot]
         sent = self._attacked(server, differences, known, moment, moment, place=slot, weights=of_known, own=own)
         rows = rows.clone()

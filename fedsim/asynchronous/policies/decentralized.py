@@ -326,5 +326,5 @@ class DecentralizedSGD(Decentralized, Waiting):
         before[slots] = old
         for slot in slots:
             others, weights = server.neighbours(slot)
-            of_all = np.append(weights, 1 - weights.sum())
+            of_all = np.append(weights, max(0.0, 1 - weights.sum()))
             server.replicas[slot] += server.mix(before, slot, others.tolist(), of_all, (server.version,))
