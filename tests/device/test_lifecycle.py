@@ -102,7 +102,7 @@ def test_a_gpu_that_is_full_outside_of_training_is_one_line_too(where, gpu, fail
         raise FULL()
 
     if where == "the policy":
-        monkeypatch.setattr(ServerState, "mean", full)
+        monkeypatch.setattr(ServerState, "combine_gradients", full)
         tables |= CLOCK
     else:
         fail(FULL, "always")

@@ -37,8 +37,9 @@ def allowed():
 @pytest.mark.parametrize("mode", [CLOCK, RACE], ids=["clock", "race"])
 def test_policies_work_in_full_precision(mode, gpu, seen, tiny_experiment, monkeypatch):
     monkeypatch.setattr(base, "ProcessPool", InProcessPool)
-    mean, publish = ServerState.mean, FedBuff.publish
-    monkeypatch.setattr(ServerState, "mean", lambda server, slots: seen.append(allowed()) or mean(server, slots))
+    combine, publish = ServerState.combine_gradients, FedBuff.publish
+    noted = lambda server, slots: seen.append(allowed()) or combine(server, slots)  # noqa: E731
+    monkeypatch.setattr(ServerState, "combine_gradients", noted)
     monkeypatch.setattr(FedBuff, "publish", lambda policy, server: seen.append(allowed()) or publish(policy, server))
     experiment = {**tiny_experiment, "device": "cuda", "model": "logistic", "rounds": 1, **mode}
     fedsim.run(experiment)

@@ -17,7 +17,7 @@ from tests.textbook import small_two_nn, start_of, train_on_joint_batches
 FIELDS = """
 round test_loss test_accuracy train_loss validation_loss validation_accuracy metrics seconds virtual_seconds cohort
 dropped samples weights clusters excluded attack_success bytes_up bytes_down top_bytes asynchronous race diverged
-worker_accuracy worker_loss
+worker_accuracy worker_loss timeline
 """
 
 
