@@ -242,7 +242,7 @@ class Pipeline:
             weights: weight of each update, [n]. None: equal weights.
             workers: IDs of the workers that send the updates, if they are known.
             place: format string for error messages, with {} for n.
-            more: more inputs of the rule by name.
+            more: further inputs of the rule, by name.
         """
         if n > MOST_TRIED or any(":" in stage.name or stage.name.startswith("<") for stage in (*self.pre, self.rule)):
             return

@@ -173,7 +173,10 @@ class Combination:
         return True
 
     def combine(self, server: AsyncServer, vectors: Tensor, workers: Sequence[int], **more: Any) -> Tensor:
-        """Return the result [d] of the rule for the vectors [k, d] of `workers`. `more` are more inputs of the rule."""
+        """Return the result [d] of the rule for the vectors [k, d] of `workers`.
+
+        `more` are further inputs of the rule, by name.
+        """
         return self._apply(server, vectors, workers, (server.version,), **more).update
 
     def mix(
@@ -290,7 +293,7 @@ class Combination:
             place: `SERVER`, or the slot of the worker that combines vectors on a graph.
             weights: weights of the vectors, for a rule that accepts weights.
             remember: whether the rule keeps its state and result.
-            more: more inputs of the rule.
+            more: further inputs of the rule, by name.
         """
         task, rule = self._task, self._rule if place == SERVER else self._rule_on_graph(server.round, place)
         more |= {"state": self._states.get(("rule", place), {}), "last": self._last(place)}

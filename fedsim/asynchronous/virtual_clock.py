@@ -148,8 +148,8 @@ class VirtualClock:
         self._leaving, self._started = set(saved.leaving), Counter(dict(saved.started))
 
     def _start_timeline(self) -> None:
-        """Count the workers' seconds from now on. `_since` has the time until which each slot is counted."""
-        self._since = [self.now] * self._server.n
+        """Start to measure how long each worker trains and waits."""
+        self._since = [self.now] * self._server.n  # time up to which the seconds of each slot are counted
         self._trained: defaultdict[int, float] = defaultdict(float)  # seconds, by worker
         self._waited: defaultdict[int, float] = defaultdict(float)
 

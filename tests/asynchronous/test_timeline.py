@@ -29,7 +29,7 @@ def timeline(run, round):
 
 
 def test_cancelled_work_and_a_departure_by_hand():
-    """The first 2 of 3 gradients make an update, so worker 2 (4 s a step) is cancelled until worker 0 leaves at 12.5 s.
+    """Each update uses the first 2 of 3 gradients. Worker 2 (4 s a step) is cancelled until worker 0 leaves at 12.5 s.
 
     Round 1 ends with the 9th result at 9 s, and round 2 with the 18th at 24 s.
     """

@@ -216,7 +216,7 @@ def test_one_honest_row_has_no_standard_deviation(honest):
 
 @pytest.mark.parametrize("eps", [1.0, 1.5])
 def test_dissensus_cancels_the_step_of_the_receiver_or_reverses_it(eps, honest):
-    """A receiver x adds sum_j W_j (x_j - x), which is zero for eps = 1."""
+    """A receiver moves by the weighted sum of all rows, which is zero for eps = 1."""
     honest[2] = 0  # the receiver itself
     weights, byzantine = np.array([0.1, 0.2, 0.05, 0.15, 0.05, 0.1, 0.1]), np.array([0.05, 0.15, 0.05])
     rows = attack(honest, "dissensus", 3, weights=weights, byzantine_weights=byzantine, eps=eps).numpy()

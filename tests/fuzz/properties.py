@@ -151,15 +151,19 @@ def _moves(lab: Lab, settings: Settings, apart: float) -> bool:
 
 
 class Perturbed(fedsim.Callback):
-    """Callback that perturbs the parameters of the initial model by a relative amount of about 1e-12."""
+    """Callback that perturbs the parameters of the initial models by a relative amount of about 1e-12.
+
+    On a graph, each worker has an initial model of its own, which is perturbed differently.
+    """
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
 
     def on_start(self, run: Any) -> None:
-        row = run.engine.shared.server.row
-        noise = torch.randn(row.shape, generator=self._generator, dtype=row.dtype)
-        row.mul_(1 + PERTURBATION * noise).add_(noise, alpha=PERTURBATION)
+        server = getattr(run.loop, "_server", None)  # of an asynchronous run
+        for row in [run.engine.shared.server.row, *([] if server is None else server.replicas)]:
+            noise = torch.randn(row.shape, generator=self._generator, dtype=row.dtype)
+            row.mul_(1 + PERTURBATION * noise).add_(noise, alpha=PERTURBATION)
 
 
 def serially(settings: Settings) -> Settings:

@@ -77,7 +77,7 @@ def mean(vectors):
 
 
 class Sent:
-    """What workers send: honest workers their vectors, Byzantine ones what the attack computes from those it knows."""
+    """Computes what workers send. A Byzantine worker sends what the attack computes from the vectors that it knows."""
 
     def __init__(self, attack=None, first=0):
         """`first`: number of the first arrival that may be Byzantine, from 0."""
