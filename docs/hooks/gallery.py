@@ -6,11 +6,13 @@
 WORDS are those of the command `fedsim compare NAME WORDS` that created the folder. docs/gallery/results/NAME/ contains
 
     about.json      the words, the machine and the time, and (to be edited) the arguments of `fedsim.plot` for each
-                    figure and, for a table of other metrics than the compared one, the metric names by heading
+                    figure and, for a table of other metrics than the compared one, the metric names by heading,
+                    and for reproduced results "published" (see `Published`)
     records.tar.xz  the comparison without models: comparison.json, and experiment.toml and metrics.jsonl of each run
 
 In a page, `write` replaces what stands between `<!-- results: NAME -->` and `<!-- end -->`, with `all` for the table of
-all experiments. Results that do not belong to the file in experiments/ are an error.
+all experiments but those in experiments/reproduced/, and `reproduced` for the table of these. Results that do not
+belong to the file in experiments/ are an error.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ import shlex
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blocks import store
 
@@ -37,13 +39,15 @@ if TYPE_CHECKING:
     from fedsim.core.figure import Figure
 
 ROOT = Path(__file__).parents[2]
-RESULTS = re.compile(r"<!-- results: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+RESULTS = re.compile(r"<!-- results: ([\w/]+) -->\n.*?<!-- end -->", re.DOTALL)
 GALLERY = ROOT / "docs" / "gallery"
 EXPERIMENTS = ROOT / "experiments"
+REPRODUCED = "reproduced"  # folder of experiments/ with an experiment per published result
 MOST_BYTES = 300_000  # maximum size of the stored records of an experiment
 # keys that change no result, or belong to a machine
 NOT_COMPARED = ("data.root", "model.weights", "records.", "device", "engine", "processes", "distributed.")
 NOT_KEPT = ("weights", "seconds", "timeline")  # large entries that no figure shows
+CORES = 2  # to which the minutes of reproduced results refer
 DIGITS = 6  # significant digits of the stored numbers
 MOST_WIDE = 3  # maximum number of columns with intervals that fit on a page
 TABLE_COLUMNS = ("score", "difference", "best_accuracy", "bytes", "to_target", "bytes_to_target")
@@ -65,8 +69,48 @@ class StaleResultError(Exception):
     """The stored results do not belong to the present file in experiments/."""
 
 
+class Published(NamedTuple):
+    """A published result beside that of a stored comparison: one line of the table of reproduced results.
+
+    Attributes:
+        source: paper with its table or figure, and where the numbers were read if it was not there.
+        setting: what was measured, and how.
+        numbers: what was published for each part of the result, and where the stored result is.
+        agreement: whether both agree, or the reason of the difference.
+    """
+
+    source: str
+    setting: str
+    numbers: list[dict[str, Any]]  # arguments of `Number`
+    agreement: str
+
+
+class Number(NamedTuple):
+    """A published number.
+
+    Attributes:
+        of: name of the number, such as "IID". May be empty.
+        published: the number as text.
+        at: labels of the compared values of the table row that shows the result here.
+        column: name of the column of the comparison's table, or of a metric.
+        target: target of the number of rounds, if it is not that of the file.
+        here: the result here as text, if no column shows it.
+    """
+
+    of: str
+    published: str
+    at: Sequence[str] = ()
+    column: str = "score"
+    target: float | None = None
+    here: str = ""
+
+
 def names() -> list[str]:
-    return sorted(path.stem for path in EXPERIMENTS.glob("*.toml"))
+    return sorted(path.relative_to(EXPERIMENTS).with_suffix("").as_posix() for path in EXPERIMENTS.rglob("*.toml"))
+
+
+def reproduced() -> list[str]:
+    return [name for name in names() if name.startswith(f"{REPRODUCED}/")]
 
 
 def results(name: str) -> Path | None:
@@ -103,7 +147,7 @@ def add(name: str, folder: Path, words: list[str]) -> None:
         "figures": [{"kind": "heatmap"}] if len(comparison.compared) > 1 else [{}],
     }
     if results(name):
-        metadata |= {key: value for key, value in about(name).items() if key in ("figures", "table")}
+        metadata |= {key: value for key, value in about(name).items() if key in ("figures", "table", "published")}
     (target / "records.tar.xz").write_bytes(packed(folder, now))
     (target / "about.json").write_text(json.dumps(metadata, indent=2) + "\n")
     check(name)
@@ -227,7 +271,8 @@ def unpacked(name: str) -> Iterator[Path]:
 def pages() -> dict[str, Path]:
     """Return the page of each experiment that a page names, and of "all"."""
     paths = sorted(GALLERY.glob("*.md"))
-    return {match[1]: path for path in paths for match in RESULTS.finditer(path.read_text())}
+    found = {match[1]: path for path in paths for match in RESULTS.finditer(path.read_text())}
+    return {name: found[REPRODUCED] for name in reproduced() if REPRODUCED in found} | found
 
 
 def write(path: Path) -> None:
@@ -242,7 +287,8 @@ def filled(page: str, pictures: dict[str, bytes]) -> str:
     """Return a page with the present results, and put its figures into `pictures`. Raises StaleResultError."""
 
     def results_of(match: re.Match[str]) -> str:
-        text = overview() if match[1] == "all" else section(match[1], pictures)
+        tables = {"all": overview, REPRODUCED: reproduction}
+        text = tables[match[1]]() if match[1] in tables else section(match[1], pictures)
         return f"<!-- results: {match[1]} -->\n\n{text}\n\n<!-- end -->"
 
     return RESULTS.sub(results_of, page)
@@ -320,7 +366,7 @@ def section(name: str, pictures: dict[str, bytes]) -> str:
     if results(name):
         check(name)
         for number, (picture, caption) in enumerate(figures(name)):
-            file = f"{name}-{number}.png" if number else f"{name}.png"
+            file = f"{Path(name).name}-{number}.png" if number else f"{Path(name).name}.png"
             pictures[file] = picture
             parts.append(f"![{first}]({file})\n\n*{caption}*")
         parts.append(results_table(name, known.get("table")))
@@ -417,12 +463,49 @@ def _hours(hours: float) -> str:
 def overview() -> str:
     """Return the table of all experiments with thumbnails, for the first page of the gallery."""
     rows, places = ["| | question | command | stored results |", "|---|---|---|---|"], pages()
-    for name in names():
+    for name in filter(lambda name: name not in reproduced(), names()):
         known, page = about(name) if results(name) else None, places[name].name
         time = f"{known['runs']} runs, {_hours(known['core_hours'])}" if known else "none stored"
         picture = f'[<img src="{name}.png" width="160" alt="">]({page})' if known else ""
         rows.append(f"| {picture} | [{question(name)[0]}]({page}) | `{command(name)}` | {time} |")
     return "\n".join(rows)
+
+
+def reproduction() -> str:
+    """Return the table of the reproduced results, in the order of their sources. Raises StaleResultError."""
+    headings = ["published result", "published", "here", "agreement", "minutes"]
+    lines = dict[str, list[str]]()
+    for name in reproduced():
+        check(name)
+        known, numbers = about(name), []
+        published = Published(**known["published"])
+        for number in (Number(**each) for each in published.numbers):
+            before = f"{number.of}: " if number.of else ""
+            numbers.append((f"{before}{number.published}", f"{before}{number.here or _stored(name, number)}"))
+        cells = [
+            f"{published.source}: {published.setting}<br>`{command(name, known['words'])}`",
+            *("<br>".join(column) for column in zip(*numbers, strict=True)),
+            published.agreement,
+            f"{60 * known['core_hours'] / CORES:.0f}",
+        ]
+        lines[f"{published.source} {name}"] = cells
+    return _markdown_table(headings, [lines[key] for key in sorted(lines)])
+
+
+def _stored(name: str, number: Number) -> str:
+    """Return the stored result that belongs to a published number, as text."""
+    from fedsim.comparison import Comparison
+    from fedsim.comparison.tables import columns, estimate_cell
+
+    with unpacked(name) as folder:
+        path = folder / "comparison.json"
+        if number.target is not None:
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"target": number.target}))
+        comparison = Comparison.read(folder)
+    (row,) = (row for row in comparison.rows if _labels(comparison, row, comparison.compared) == [*number.at])
+    if column := columns(comparison).get(number.column):
+        return str(column.cell_of(row))
+    return str(estimate_cell(row.metrics[number.column]))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 COMPARISON = "comparison"  # table that contains the axes of a comparison
 EXPERIMENT = "experiment.toml"  # name of the file with all settings in a run folder
 MAX_BYTES = 8 * 2**20  # maximum size of an experiment file: enough for the weights of a million workers
-NAME_COLUMNS = 20
+NAME_COLUMNS = 26
 PACKAGE = Path(__file__).parent.parent
 FOLDERS = (PACKAGE / "experiments", PACKAGE.parent / "experiments")  # in an installed wheel; in a checkout
 TOML_REMEDY = (
@@ -38,9 +38,10 @@ YAML_TAGS = (*YAML_SCALARS, "str", "seq", "map")
 
 
 def experiments() -> dict[str, Path]:
-    """Return the files of the built-in experiments by name, in alphabetical order."""
+    """Return the files of the built-in experiments by name, such as `which_rule` or `reproduced/ifca`, in order."""
     folder = next(filter(Path.is_dir, FOLDERS), FOLDERS[0])
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    paths = sorted(folder.rglob("*.toml"), key=lambda path: (len(path.parts), path))
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in paths}
 
 
 def find_experiment(source: str | Path) -> Path:
@@ -81,9 +82,10 @@ def read_text(path: Path, kind: str, inside: Path | None = None) -> str:
             raise ExperimentError(
                 f"{where}: is not a file; pass settings as a dict: {{{show(key)}: {cut(value)}}}"
             ) from None
-        known, is_name = experiments(), path.name == path.stem == str(path)
-        close = did_you_mean(closest(path.stem, known)) or "see fedsim list experiments"
-        hint = f"; {close}" if is_name or path.stem in known else ""
+        by_stem = {Path(name).name: name for name in experiments()}
+        close = did_you_mean(by_stem[each] for each in closest(path.stem, by_stem))
+        is_name = not path.suffix and not path.is_absolute()
+        hint = f"; {close or 'see fedsim list experiments'}" if is_name or path.stem in by_stem else ""
         raise ExperimentError(
             f"{where}: no such file; expected an experiment file ({kind}) or key=value{hint}"
         ) from None

@@ -6,7 +6,9 @@ from fedsim.config import files
 from fedsim.toml import tomllib
 from tests.commands import ROOT
 
-NAMES = [path.stem for path in sorted((ROOT / "experiments").glob("*.toml"))]
+FOLDER = ROOT / "experiments"
+PATHS = [*sorted(FOLDER.glob("*.toml")), *sorted(FOLDER.glob("reproduced/*.toml"))]
+NAMES = [path.relative_to(FOLDER).with_suffix("").as_posix() for path in PATHS]
 
 
 def test_an_experiment_is_found_by_its_name(cli):

@@ -185,7 +185,7 @@ def test_parameters_that_toml_has_no_type_for_survive_it(file):
     assert load_experiment(file, allow_imports=True) == experiment
 
 
-EXPERIMENTS = sorted((Path(__file__).parents[2] / "experiments").glob("*.toml"))
+EXPERIMENTS = sorted((Path(__file__).parents[2] / "experiments").rglob("*.toml"))
 LARGE = "byzantine_mnist"  # 15,300 runs
 
 

@@ -129,7 +129,7 @@ def test_the_page_on_the_architecture_shows_the_packages_in_order_and_names_func
 
 
 def test_quoted_experiments_equal_those_of_the_files():
-    experiments = [path.read_text() for path in (ROOT / "experiments").glob("*.toml")]
+    experiments = [path.read_text() for path in (ROOT / "experiments").rglob("*.toml")]
     texts = [path.read_text() for path in DOCS.rglob("*.md")]
     quoted = [
         block.code

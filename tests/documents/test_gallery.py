@@ -56,7 +56,7 @@ def small(compared, tmp_path, monkeypatch):
 
 
 def test_each_experiment_is_on_a_page_of_the_gallery():
-    assert gallery.pages().keys() == {*gallery.names(), "all"}
+    assert gallery.pages().keys() == {*gallery.names(), "all", "reproduced"}
     assert {*gallery.pages().values()} == {*gallery.GALLERY.glob("*.md")}
 
 
@@ -104,6 +104,33 @@ def test_the_page_has_the_question_the_command_the_figure_and_the_table(small):
         assert part in text
     assert page.with_name("small.png").read_bytes().startswith(b"\x89PNG")
     assert "[Which rule? Two of them.](small.md) | `fedsim compare small` | 2 runs" in index
+
+
+def test_the_table_of_reproduced_results_shows_published_numbers_beside_stored_ones(small):
+    file = gallery.EXPERIMENTS / "reproduced" / "small.toml"
+    file.parent.mkdir()
+    (gallery.EXPERIMENTS / "small.toml").rename(file)
+    gallery.add("reproduced/small", small, ["seed=0"])
+    path = gallery.results("reproduced/small") / "about.json"
+    numbers = [
+        {"of": "mean", "published": "0.9", "at": ["mean"]},
+        {"of": "median", "published": "2 rounds", "at": ["median"], "column": "to_target", "target": 0.01},
+        {"of": "difference", "published": "0", "here": "by hand"},
+    ]
+    published = {"source": "A paper", "setting": "two rules", "numbers": numbers, "agreement": "They agree."}
+    path.write_text(json.dumps(gallery.about("reproduced/small") | {"published": published}))
+    page = gallery.GALLERY / "reproduced.md"
+    page.write_text("<!-- results: reproduced -->\n<!-- end -->\n")
+    gallery.write(page)
+    assert gallery.pages() == {"reproduced": page, "reproduced/small": page}
+    accuracy = fedsim.load_comparison(small).rows[0].score.mean
+    cells = (
+        "A paper: two rules<br>`fedsim compare reproduced/small seed=0`",
+        "mean: 0.9<br>median: 2 rounds<br>difference: 0",
+        f"mean: {accuracy:.4f}<br>median: 1.00<br>difference: by hand",
+        "They agree.",
+    )
+    assert f"| {' | '.join(cells)} | " in page.read_text()
 
 
 @pytest.mark.parametrize(
