@@ -38,19 +38,11 @@ import torch
 from bare_loop import BareRun, State
 from common import ROOT, CommandRun, median, report, run_command
 from limits import Machine, round_cost
+from workloads import WORKLOADS
 
 from fedsim import Experiment, load_dataset, load_experiment
 from fedsim.system.devices import resolve_device, usable_cores
 
-WORKLOADS = {
-    "w1": ("experiments/mnist_sync_sgd.toml",),
-    "w2": ("experiments/fedavg_cnn.toml", "rounds=5", "local.epochs=1"),
-    "w3": ("experiments/fedavg_2nn.toml", "rounds=20", "workers=1000", "cohort=100"),
-    "w4": (
-        *("experiments/fedavg_2nn.toml", "rounds=10", "workers=1000", "cohort=50"),
-        *("model=benchmarks.image_classification:Net", "data.name=benchmarks.image_classification:images"),
-    ),
-}
 ROUNDING = 1e-6  # maximum difference of global rows after a round in float64, relative to the move of the round
 ACCURACY = 0.03  # maximum difference of the timed runs' final accuracies
 HOW = ("engine", "processes", "threads", "width", "reason")  # entries of the run record about how it was computed

@@ -1,0 +1,98 @@
+"""pfl with one process per core, which share the users of a cohort and the samples of a test (torch.distributed)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.peers.work import CORES, TEST_BATCH, Log, Result, load, main
+
+
+def start_processes() -> None:
+    """Start one process per core with the command line of this one, which becomes rank 0."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    os.environ["PFL_WORKER_ADDRESSES"] = ",".join(f"localhost:{port + rank}" for rank in range(CORES))
+    for rank in reversed(range(CORES)):
+        os.environ["PFL_WORKER_RANK"] = str(rank)
+        if rank:
+            subprocess.Popen([sys.executable, "-m", "benchmarks.peers.pfl", *sys.argv[1:]])
+
+
+def program(path: str) -> Result | None:
+    if "PFL_WORKER_RANK" not in os.environ:
+        start_processes()
+    from pfl.aggregate.simulate import SimulatedBackend
+    from pfl.aggregate.weighting import WeightByDatapoints
+    from pfl.algorithm.base import NNAlgorithmParams
+    from pfl.algorithm.federated_averaging import FederatedAveraging
+    from pfl.callback.central_evaluation import CentralEvaluationCallback
+    from pfl.data.dataset import Dataset
+    from pfl.data.federated_dataset import FederatedDataset
+    from pfl.hyperparam import NNEvalHyperParams, NNTrainHyperParams
+    from pfl.internal.ops.selector import get_default_framework_module
+    from pfl.metrics import Metrics, Weighted
+    from pfl.model.pytorch import PyTorchModel
+
+    work = load(path, shared=True)
+    model = work.model()
+    sgd = {key: value for key, value in work.sgd.items() if key != "lr"}
+
+    def user(round_and_slot: tuple[int, int]) -> Dataset:
+        """Return a user's samples in the order of training, epoch after epoch."""
+        batches = work.batches(*round_and_slot)
+        assert all(len(batch) == work.batch_size for batch in batches[:-1]), "pfl needs whole batches in an epoch"
+        positions = torch.cat(batches)
+        return Dataset([tensor.index_select(0, positions) for tensor in (work.inputs, work.targets)])
+
+    def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        log.trained([targets])
+        return work.loss(model.train()(inputs), targets)
+
+    @torch.no_grad()
+    def metrics(inputs: torch.Tensor, targets: torch.Tensor, central: bool = False) -> dict[str, Any]:
+        if not central:  # of a user, which pfl also computes in the first round
+            return {}
+        right = (model.eval()(inputs).argmax(-1) == targets).sum()
+        return {"accuracy": Weighted(int(right), targets.numel())}
+
+    class Test(CentralEvaluationCallback):
+        def on_train_begin(self, **kwargs: Any) -> Metrics:
+            return Metrics()  # no test before the first round
+
+        def after_central_iteration(self, *args: Any, **kwargs: Any) -> tuple[bool, Metrics]:
+            tested = self._eval(args[1])[1]
+            log.end_round(dict(tested.to_simple_dict())["Central val | accuracy"], model.state_dict())
+            return False, Metrics()
+
+    users = iter((round, slot) for round, cohort in enumerate(work.cohorts) for slot in range(len(cohort)))
+    model.loss, model.metrics = loss, metrics
+    central = torch.optim.SGD(model.parameters(), 1.0)
+    pfl_model = PyTorchModel(model, partial(torch.optim.SGD, **sgd), central)
+    dataset = FederatedDataset(user, lambda: next(users, (0, 0)))
+    tests = Dataset([work.test_inputs, work.test_targets], eval_kwargs={"central": True})
+    backend = SimulatedBackend(dataset, dataset, [WeightByDatapoints()] if len(set(work.weights)) > 1 else [])
+    evaluation = NNEvalHyperParams(local_batch_size=TEST_BATCH)
+    cohort, rounds = len(work.cohorts[0]), len(work.cohorts)
+    log = Log()
+    FederatedAveraging().run(
+        NNAlgorithmParams(rounds, sys.maxsize, cohort, None),
+        backend,
+        pfl_model,
+        NNTrainHyperParams(local_num_epochs=1, local_learning_rate=work.sgd["lr"], local_batch_size=work.batch_size),
+        evaluation,
+        [Test(tests, evaluation)],
+    )
+    counts = torch.tensor([log.samples, log.steps], dtype=torch.double)
+    log.samples, log.steps = get_default_framework_module().distributed.all_reduce([counts])[0].long().tolist()
+    return log.result(model.state_dict()) if os.environ["PFL_WORKER_RANK"] == "0" else None
+
+
+if __name__ == "__main__":
+    main(program)
