@@ -8,7 +8,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from watching import watch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use the fedsim of this checkout
 
@@ -39,6 +39,7 @@ class CommandRun(NamedTuple):
     """A run of fedsim in its own process, with its records."""
 
     seconds: float  # of the whole process
+    peak_bytes: int  # of all its processes (PSS), 0 without samples
     history: list[dict[str, Any]]  # one record per round
     environment: dict[str, Any]
     state: dict[str, Tensor]  # of the final model
@@ -53,15 +54,16 @@ class CommandRun(NamedTuple):
         return self.history[-1]["test_accuracy"]
 
 
-def run_command(*words: str) -> CommandRun:
-    """Run `python run_experiment.py CONFIG.toml KEY=VALUE ...` as a user would, and return its records."""
+def run_command(*words: str, share: float = 0.0) -> CommandRun:
+    """Run `python run_experiment.py CONFIG.toml KEY=VALUE ...` as a user would, and return its records.
+
+    `share`: maximum share of one core's time for samples of the memory. Default: no samples.
+    """
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "run"
         command = [sys.executable, "run_experiment.py", *words, "--quiet", "--out", str(folder)]
-        started = time.perf_counter()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
         return CommandRun(
-            seconds=time.perf_counter() - started,
+            *watch(command, share, stdout=subprocess.DEVNULL, cwd=ROOT),
             history=[json.loads(line) for line in (folder / METRICS).read_text().splitlines()],
             environment=json.loads((folder / ENVIRONMENT).read_text()),
             state=load_file(folder / MODEL),

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from common import ROOT, median, report
-from memory import tree_pss
+from watching import tree_pss
 
 from fedsim import load_dataset
 from fedsim.data.formats.images import MNIST_FILES

@@ -13,10 +13,10 @@ import argparse
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from common import median, report
+from watching import watch
 
 from fedsim.data import TensorData, load_dataset
 
@@ -35,38 +35,8 @@ def small_mnist(root: Path) -> tuple[TensorData, TensorData]:
 def peak_pss(*words: str) -> float:
     """Return the peak PSS in MB of the process tree of `fedsim run WORDS`."""
     with tempfile.TemporaryDirectory() as parent:
-        script = str(ROOT / "run_experiment.py")
-        command = [sys.executable, script, *words]
-        process = subprocess.Popen(
-            [*command, "--out", f"{parent}/run"], stdout=subprocess.DEVNULL, cwd=Path(__file__).parent
-        )
-        peak = 0
-        while process.poll() is None:
-            peak = max(peak, tree_pss(process.pid))
-            time.sleep(0.02)
-        assert process.returncode == 0, command
-    return peak / 1e6
-
-
-def tree_pss(pid: int) -> int:
-    """PSS of a process and all its descendants, in bytes."""
-    return sum(map(_pss, _tree(pid)))
-
-
-def _tree(pid: int) -> list[int]:
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        children = []
-    return [pid, *(each for child in children for each in _tree(int(child)))]
-
-
-def _pss(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
+        command = [sys.executable, str(ROOT / "run_experiment.py"), *words, "--out", f"{parent}/run"]
+        return watch(command, stdout=subprocess.DEVNULL, cwd=Path(__file__).parent).peak_bytes / 1e6
 
 
 def _megabytes(parts: tuple[TensorData, TensorData]) -> float:

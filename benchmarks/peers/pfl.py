@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,20 +15,18 @@ import torch
 from benchmarks.peers.work import CORES, TEST_BATCH, Log, Result, load, main
 
 
-def start_processes() -> None:
-    """Start one process per core with the command line of this one, which becomes rank 0."""
+def start_others() -> list[subprocess.Popen[bytes]]:
+    """Start one process per further core with the command line of this one, which becomes rank 0."""
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     os.environ["PFL_WORKER_ADDRESSES"] = ",".join(f"localhost:{port + rank}" for rank in range(CORES))
-    for rank in reversed(range(CORES)):
-        os.environ["PFL_WORKER_RANK"] = str(rank)
-        if rank:
-            subprocess.Popen([sys.executable, "-m", "benchmarks.peers.pfl", *sys.argv[1:]])
+    os.environ["PFL_WORKER_RANK"] = "0"
+    command = [sys.executable, "-m", "benchmarks.peers.pfl", *sys.argv[1:]]
+    return [subprocess.Popen(command, env=os.environ | {"PFL_WORKER_RANK": str(rank)}) for rank in range(1, CORES)]
 
 
 def program(path: str) -> Result | None:
-    if "PFL_WORKER_RANK" not in os.environ:
-        start_processes()
+    others = [] if "PFL_WORKER_RANK" in os.environ else start_others()
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.aggregate.weighting import WeightByDatapoints
     from pfl.algorithm.base import NNAlgorithmParams
@@ -44,12 +43,15 @@ def program(path: str) -> Result | None:
     model = work.model()
     sgd = {key: value for key, value in work.sgd.items() if key != "lr"}
 
-    def user(round_and_slot: tuple[int, int]) -> Dataset:
-        """Return a user's samples in the order of training, epoch after epoch."""
-        batches = work.batches(*round_and_slot)
-        assert all(len(batch) == work.batch_size for batch in batches[:-1]), "pfl needs whole batches in an epoch"
-        positions = torch.cat(batches)
-        return Dataset([tensor.index_select(0, positions) for tensor in (work.inputs, work.targets)])
+    class User(Dataset):
+        """A user's samples in batches, for one pass over all epochs."""
+
+        def __init__(self, batches: list[torch.Tensor]) -> None:
+            super().__init__([torch.cat(batches)])
+            self.batches = batches
+
+        def iter(self, batch_size: int) -> Iterator[list[torch.Tensor]]:
+            return ([tensor.index_select(0, batch) for tensor in (work.inputs, work.targets)] for batch in self.batches)
 
     def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         log.trained([targets])
@@ -75,7 +77,7 @@ def program(path: str) -> Result | None:
     model.loss, model.metrics = loss, metrics
     central = torch.optim.SGD(model.parameters(), 1.0)
     pfl_model = PyTorchModel(model, partial(torch.optim.SGD, **sgd), central)
-    dataset = FederatedDataset(user, lambda: next(users, (0, 0)))
+    dataset = FederatedDataset(lambda user: User(work.batches(*user)), lambda: next(users))
     tests = Dataset([work.test_inputs, work.test_targets], eval_kwargs={"central": True})
     backend = SimulatedBackend(dataset, dataset, [WeightByDatapoints()] if len(set(work.weights)) > 1 else [])
     evaluation = NNEvalHyperParams(local_batch_size=TEST_BATCH)
@@ -91,6 +93,8 @@ def program(path: str) -> Result | None:
     )
     counts = torch.tensor([log.samples, log.steps], dtype=torch.double)
     log.samples, log.steps = get_default_framework_module().distributed.all_reduce([counts])[0].long().tolist()
+    for process in others:
+        process.wait()
     return log.result(model.state_dict()) if os.environ["PFL_WORKER_RANK"] == "0" else None
 
 

@@ -1,0 +1,114 @@
+"""fedsim and other programs on the same work, side by side: whole runs, rounds, memory and their ratios.
+
+    python -m benchmarks.peers setup [NAME ...]
+    FEDSIM_DATA=... python -m benchmarks.peers [--workloads w1,w2] [--rivals bare,pfl] [--repeats 3] [--rounds 2]
+
+`setup` creates the rivals' environments in .peers. The programs run in turn as whole processes, which are timed from
+outside and whose memory (PSS of all processes) is sampled. A round is the median over all rounds except the first, with
+the test of the global model. `start_seconds` is what a whole run takes beyond that many such rounds.
+
+All programs get the same initial model, data in memory (fedsim loads the data set itself), cohorts and batches. Each
+must train as many samples and steps, test on all test samples, and reach fedsim's accuracy up to 0.03. A program that
+trains on the given batches must also have fedsim's model after a few float64 steps without dropout. A program that does
+not gets no figures, and the command fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from typing import Any
+
+from common import report
+from workloads import WORKLOADS
+
+from benchmarks.peers.compare import DifferentWorkError, Figures, measure
+from benchmarks.peers.rivals import RIVALS, is_ready, set_up
+
+COLUMNS = {  # of the printed table: key of the figures and format
+    **{"round_seconds": "{:.3f} s", "round_over_fedsim": "{:.2f}", "round_over_bare": "{:.2f}"},
+    **{"run_seconds": "{:.2f} s", "run_over_fedsim": "{:.2f}", "run_over_bare": "{:.2f}", "start_seconds": "{:.2f} s"},
+    **{"peak_mb": "{:.0f} MB", "peak_over_fedsim": "{:.2f}", "peak_over_bare": "{:.2f}", "accuracy": "{:.4f}"},
+}
+
+
+def table(workloads: dict[str, dict[str, Figures]]) -> str:
+    """Return a row per workload and program."""
+    rows = [["", "", *COLUMNS]]
+    for workload, programs in workloads.items():
+        for name, figures in programs.items():
+            cells = [form.format(figures[key]) if key in figures else "" for key, form in COLUMNS.items()]
+            rows.append([workload, name, *([figures["error"]] if "error" in figures else cells)])
+    widths = [max(len(row[place]) for row in rows if len(row) == len(rows[0])) for place in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def best_rival(programs: dict[str, Figures]) -> dict[str, Any]:
+    """Return the shortest round and the shortest whole run of the rivals except the bare loop, relative to fedsim."""
+    rivals = {name: each for name, each in programs.items() if name not in ("fedsim", "bare") and "error" not in each}
+    best = {}
+    for key in ("round_over_fedsim", "run_over_fedsim", "peak_over_fedsim"):
+        if rivals:
+            name = min(rivals, key=lambda rival: rivals[rival][key])
+            best[key] = {"rival": name, "ratio": rivals[name][key]}
+    return best
+
+
+def options_of(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, values in (("workloads", WORKLOADS), ("rivals", RIVALS)):
+        parser.add_argument(
+            f"--{name}", default=list(values), type=lambda text: text.split(","), help="comma-separated; default: all"
+        )
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--rounds", type=int, help="number of rounds for a trial, whose figures are not stored")
+    options = parser.parse_args(words)
+    for name, values in (("workloads", WORKLOADS), ("rivals", RIVALS)):
+        if unknown := set(getattr(options, name)) - set(values):
+            parser.error(f"--{name}: {', '.join(sorted(unknown))}: must be of {', '.join(values)}")
+    if options.rounds is not None and options.rounds < 2:
+        parser.error(f"--rounds: {options.rounds}: must be at least 2, since the first is left out")
+    if missing := [name for name in options.rivals if not is_ready(name)]:
+        parser.error(f"--rivals: {', '.join(missing)}: not installed; run python -m benchmarks.peers setup")
+    return options
+
+
+def set_up_rivals(names: list[str]) -> None:
+    for name in names or RIVALS:
+        set_up(name)
+        print(name, *RIVALS[name].requirements)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["setup"]:
+        set_up_rivals(sys.argv[2:])
+        return
+    options = options_of()
+    workloads: dict[str, dict[str, Figures]] = {}
+    for name in options.workloads:
+        words = WORKLOADS[name]
+        if options.rounds:
+            words = (*(word for word in words if not word.startswith("rounds=")), f"rounds={options.rounds}")
+        try:
+            workloads[name] = measure(words, options.rivals, options.repeats)
+        except (DifferentWorkError, subprocess.CalledProcessError) as error:
+            workloads[name] = {"fedsim": {"error": str(error)}}
+        print(table(workloads), flush=True)
+    report(
+        "peers",
+        keep=options.rounds is None,
+        **workloads,
+        best={name: best_rival(programs) for name, programs in workloads.items()},
+        versions={name: RIVALS[name].requirements for name in options.rivals},
+        repeats=options.repeats,
+    )
+    errors = [each["error"] for programs in workloads.values() for each in programs.values() if "error" in each]
+    sys.exit("\n".join(errors) or None)
+
+
+if __name__ == "__main__":
+    main()
