@@ -395,7 +395,7 @@ class Delays:
         self._block = lru_cache(CACHED_BLOCKS)(self._draw_block)
         self._block(0, 0)  # so that an invalid noise raises its error before the run
 
-    def seconds(self, worker: int, unit: int, gradients: float, bytes: float = 0) -> float:
+    def seconds(self, worker: int, unit: int, gradients: float, bytes: float = 0, overlapped: float = 0) -> float:
         """Return how many virtual seconds a worker's step or round takes.
 
         Args:
@@ -403,10 +403,14 @@ class Delays:
             unit: number of steps or rounds that the worker started before this one.
             gradients: number of mini-batch gradients that the worker computes.
             bytes: number of bytes that the worker sends and receives in total; 0: no communication.
+            overlapped: number of gradients that the worker computes while it communicates.
         """
         block, offset = divmod(unit, BLOCK)
-        computing = gradients * self._seconds_per_gradient[worker] * self._block(worker, block)[offset]
-        return computing + self.latency + bytes / self._bandwidth if bytes else computing
+        per_gradient = self._seconds_per_gradient[worker] * self._block(worker, block)[offset]
+        computing = gradients * per_gradient
+        if not overlapped:
+            return computing + self.latency + bytes / self._bandwidth if bytes else computing
+        return computing + max(0.0, self.latency + bytes / self._bandwidth - overlapped * per_gradient)
 
     def _draw_block(self, worker: int, block: int) -> memoryview:
         return np.ascontiguousarray(self.noise(self.seed, worker, block * BLOCK, BLOCK, len(self.slowdowns))).data

@@ -64,6 +64,7 @@ SETTINGS_OF_ALGORITHMS = {
         }
     },
     "ifca": {"model": {"name": "tests.models:sized", "hidden": [8]}},  # a model with random initial parameters
+    "muon": {"model": {"name": "tests.models:sized", "hidden": [8]}},
     "moon": {"model": {"name": "tests.models:sized", "hidden": [8]}},  # a model with hidden features
 }
 ATTACK = {"name": "sign_flipping", "workers": [1, 4]}

@@ -16,9 +16,11 @@ from fedsim.clients.capabilities import (
 from fedsim.clients.clustered import IFCA
 from fedsim.clients.corrections import FedDyn, FedNova, Mime, MimeLite, Scaffold
 from fedsim.clients.lr_schedules import LRSchedule, lr_schedule
+from fedsim.clients.muon import Muon
 from fedsim.clients.personal import FedBN, FedPer, FedRep, LGFedAvg, LocalOnly
 from fedsim.clients.personal_models import APFL, Ditto, PerFedAvg, PFedMe
 from fedsim.clients.sgd import DPSGD, SGD, FedProx, FedSAM, LocalSGD, Moon
+from fedsim.clients.streaming import Streamed
 
 __all__ = [
     "APFL",
@@ -49,6 +51,7 @@ __all__ = [
     "Mime",
     "MimeLite",
     "Moon",
+    "Muon",
     "OuterProductGrad",
     "PFedMe",
     "PerFedAvg",
@@ -58,6 +61,7 @@ __all__ = [
     "Scaffold",
     "State",
     "Stepper",
+    "Streamed",
     "UpdateCorrection",
     "WorkerRound",
     "as_algorithm",

@@ -26,7 +26,8 @@ class AlgorithmOnly(ClientAlgorithm):
         self.algorithm = algorithm
         self.uses_start_row = getattr(algorithm, "uses_start_row", False)  # type: ignore[misc]
         self.gradients_per_step = getattr(algorithm, "gradients_per_step", 1)  # type: ignore[misc]
-        for name in ("start", "step", "step_fused"):
+        self.element_wise = getattr(algorithm, "element_wise", True)  # type: ignore[misc]
+        for name in ("start", "step", "step_fused", "step_rows"):
             if hasattr(algorithm, name):
                 setattr(self, name, getattr(algorithm, name))
 
@@ -42,14 +43,24 @@ def as_algorithm(algorithm: Stepper) -> ClientAlgorithm:
     return algorithm if isinstance(algorithm, ClientAlgorithm) else AlgorithmOnly(algorithm)
 
 
+def only_optimizes(algorithm: ClientAlgorithm) -> bool:
+    """Whether an algorithm defines only steps and their optimizer state, such as `sgd`, `adam` and `muon`.
+
+    Workers then keep and exchange nothing but their models, and a step does not depend on the received model.
+    """
+    rounds = [(cls.start_round, cls.finish) for cls in (type(algorithm), ClientAlgorithm)]
+    has_more = rounds[0] != rounds[1] or isinstance(algorithm, UpdateCorrection) or algorithm.uses_start_row
+    return not (has_more or exchanges(algorithm))
+
+
 class KeptState(AlgorithmOnly):
     """Client algorithm whose workers keep their optimizer state, such as momentum, between rounds.
 
     It wraps another client algorithm, and is used if `local.keep_optimizer_state` is set.
 
     Args:
-        algorithm: client algorithm that has an optimizer state, and defines only `start`, `step` and optionally
-            `step_fused`.
+        algorithm: client algorithm that has an optimizer state, and no other state or message (see
+            `only_optimizes`).
 
     Raises ExperimentError for other client algorithms.
 
@@ -65,9 +76,7 @@ class KeptState(AlgorithmOnly):
     def __init__(self, algorithm: ClientAlgorithm) -> None:
         super().__init__(algorithm)
         self.sample_noise = algorithm.sample_noise  # type: ignore[misc]
-        rounds = [(cls.start_round, cls.finish) for cls in (type(algorithm), ClientAlgorithm)]
-        unsupported = rounds[0] != rounds[1] or not algorithm.element_wise or isinstance(algorithm, UpdateCorrection)
-        if unsupported or algorithm.uses_start_row or exchanges(algorithm):
+        if not only_optimizes(algorithm):
             raise ExperimentError(
                 "local.keep_optimizer_state = true: only works with client algorithms such as sgd and adam; omit it"
             )
@@ -81,8 +90,14 @@ class KeptState(AlgorithmOnly):
         return self.algorithm.start(row)
 
     def having(self, **values: Any) -> ClientAlgorithm:
+        return self._of(self.algorithm.having(**values))
+
+    def for_model(self, module: nn.Module) -> ClientAlgorithm:
+        return self._of(self.algorithm.for_model(module))
+
+    def _of(self, algorithm: ClientAlgorithm) -> ClientAlgorithm:
         changed = self._copy()  # without the check that there is a state, which depends on the largest momentum
-        AlgorithmOnly.__init__(changed, self.algorithm.having(**values))  # type: ignore[arg-type]
+        AlgorithmOnly.__init__(changed, algorithm)  # type: ignore[arg-type]
         return changed
 
     def __repr__(self) -> str:

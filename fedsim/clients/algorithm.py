@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fedsim.clients.base import OuterProductGrad, State
 from fedsim.clients.schedule import Schedule
-from fedsim.core.rows import ColumnSpans
+from fedsim.core.rows import ColumnSpans, Entry, Layout
 from fedsim.system.devices import to_device
 
 GradientAt = Callable[[Tensor], Tensor]
@@ -186,6 +186,17 @@ class ClientAlgorithm:
             batches: number of batches in one pass over the worker's samples.
         """
         return steps * self.gradients_per_step + (batches if self.full_gradient else 0)
+
+    def fragments(self, layout: Layout) -> list[list[Entry]]:
+        """Return the parameters that workers send: one list if they send the same in all rounds, as by default.
+
+        With several lists (fragments), workers send one of them in each round (see `fragment_at`).
+        """
+        return [layout.outside(self.personal_columns)]
+
+    def fragment_at(self, round: int) -> int:
+        """Return the index of the fragment that workers send at the end of `round`, or of the only one."""
+        return 0
 
     def check_work(self, schedule: Schedule, sizes: Mapping[int, int]) -> None:
         """Raise ExperimentError if rounds are too short for the algorithm.

@@ -25,7 +25,7 @@ from fedsim.aggregation.resolve import FORMS, as_table
 from fedsim.asynchronous.policies import policy
 from fedsim.asynchronous.policies.topologies import adjacency_of, is_graph, topology
 from fedsim.byzantine import attack_strategy
-from fedsim.clients import ClientAlgorithm, KeptState, LRSchedule, as_algorithm, client_algorithm, lr_schedule
+from fedsim.clients import ClientAlgorithm, KeptState, LRSchedule, Streamed, as_algorithm, client_algorithm, lr_schedule
 from fedsim.clients.adapters import TrainFunction
 from fedsim.clients.lr_schedules import LENGTHS
 from fedsim.clients.schedule import Varying
@@ -368,6 +368,27 @@ class LocalSchedule(ServerSchedule):
         return self.per == "round" and super().spans_run
 
 
+class Fragments(Table):
+    """Streaming DiLoCo: workers keep their own models, and synchronize one fragment of the model in each round.
+
+    In round r, fragment (r - 1) mod `count` of each worker's update is sent and aggregated. All other parameters are
+    trained on by each worker. Douillard et al. 2025.
+    """
+
+    count: PositiveCount = 1
+    """Number of fragments of about equal size, which consist of consecutive parameter tensors. `local.steps` is the
+    number of steps between two synchronizations, so a fragment is synchronized every `count` x `local.steps` steps."""
+    delay: Count = 0
+    """Number of steps of the next round after which workers receive the new fragment. They communicate meanwhile."""
+    mixing: FractionBelowOne = 0.0
+    """Weight of a worker's own parameters when it receives a fragment. 0: the global parameters replace its own."""
+
+    @property
+    def active(self) -> bool:
+        """Whether workers keep their own models."""
+        return self != type(self)()
+
+
 class Local(ComponentTable):
     """The training of a worker between two synchronizations, for a number of `epochs` or `steps` (not both).
 
@@ -400,6 +421,8 @@ class Local(ComponentTable):
     do not contain them. Empty: all parameters, or only the adapters of `model.lora`."""
     keep_optimizer_state: bool = False
     """Whether a worker keeps the state of its client algorithm (momentum, ...) between its rounds."""
+    fragments: Fragments = Fragments()
+    """Fragments of the model that are synchronized in turn, and when workers receive them."""
     schedule: LocalSchedule = LocalSchedule()
     """Schedule of the parameter `lr` of the client algorithm. It multiplies rates that differ between workers."""
 
@@ -413,7 +436,11 @@ class Local(ComponentTable):
         algorithm = (
             TrainFunction(registration, params) if registration.takes else as_algorithm(registration.bind(params))
         )
-        return KeptState(algorithm) if self.keep_optimizer_state else algorithm
+        algorithm = KeptState(algorithm) if self.keep_optimizer_state else algorithm
+        fragments = self.fragments
+        if not fragments.active:
+            return algorithm
+        return Streamed(algorithm, fragments.count, fragments.delay, fragments.mixing)
 
     @property
     def steps_setting(self) -> str:

@@ -51,6 +51,7 @@ def problems_with(experiment: Settings) -> list[str]:
         *_check_privacy(experiment),
         *_check_secure(experiment),
         *_check_groups(experiment),
+        *_check_fragments(experiment),
         *(() if experiment.in_rounds or experiment.mode == "rounds" else _check_policy(experiment, policy)),
     ]
     if lines:  # the checks below need settings that agree with each other
@@ -265,7 +266,7 @@ def _why_no_attackers(experiment: Settings) -> str:
 
 
 def _needs_local_steps(experiment: Settings, setting: str, instead: str) -> str:
-    remedy = "omit it" if experiment.local.keep_optimizer_state else "use another algorithm"
+    remedy = "omit it" if experiment.local.component.setting else "use another algorithm"
     where = experiment.local.steps_setting
     return f"{where}: needs local steps, so it does not work with {setting}; {remedy}, or {instead}"
 
@@ -390,7 +391,8 @@ def _check_local_work(experiment: Settings, policy: Policy) -> Iterator[str]:
     reasons = {
         f"with sync={experiment.sync} the gradients of each batch are averaged": experiment.rounds_of_gradients,
         "only works with synchronous rounds": not experiment.in_rounds,
-        f"{show(local.algorithm)} computes several gradients per batch": not local.component.element_wise,
+        f"{show(local.algorithm)} computes several gradients per batch": local.component.gradients_per_step > 1,
+        f"{local.steps_setting} needs one batch per step": not local.component.element_wise,
         f"{show(local.algorithm)} adds noise to each batch": local.component.sample_noise is not None,
     }
     by_function = isinstance(experiment.local.component, TrainFunction)
@@ -563,6 +565,7 @@ def _check_groups(experiment: Settings) -> Iterator[str]:
         f"mode={experiment.mode}": experiment.mode != "rounds",
         f"sync={experiment.sync}": experiment.sync != "parameters",
         experiment.local.setting: any(one_server) or isinstance(algorithm, (UpdateCorrection, CohortGradient)),
+        "local.fragments": experiment.local.fragments.active,
         experiment.privacy.setting: experiment.privacy.component.active,
         'aggregate.weights = "inverse_probability"': experiment.aggregate.weights == "inverse_probability",
         experiment.aggregate.setting: experiment.rule.accepts("root"),
@@ -582,6 +585,26 @@ def _check_groups(experiment: Settings) -> Iterator[str]:
 def _at_top(line: str) -> str:
     """Return an error line about the attack or the rule of the top level, whose workers are the groups."""
     return re.sub(r"^(attack|aggregate)\b", r"top_\1", line).replace(" worker", " group")
+
+
+def _check_fragments(experiment: Settings) -> Iterator[str]:
+    """Yield an error line for each setting that does not work with workers that keep their own models."""
+    if not experiment.local.fragments.active:
+        return
+    rule, attack = experiment.rule, experiment.attack
+    if experiment.cohort_size < experiment.workers or experiment.sampling != type(experiment.sampling)():
+        yield (
+            "local.fragments: workers keep their own models, so all must take part in each round; omit cohort and "
+            "sampling"
+        )
+    changing = {
+        experiment.aggregate.setting: any(map(rule.accepts, ("state", "last", "root"))),
+        attack.setting: attack.count(experiment.workers) and {"state", "last"} & attack.component.accepts.keys(),
+    }
+    for setting in (setting for setting, is_set in changing.items() if is_set):
+        yield f"{setting}: compares the updates of several rounds, which local.fragments divides; omit one of the two"
+    if not experiment.in_rounds:
+        yield f"local.fragments: needs synchronous rounds, which {experiment.policy.setting} does not have; omit it"
 
 
 def _check_privacy(experiment: Settings) -> Iterator[str]:

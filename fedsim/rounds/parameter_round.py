@@ -55,6 +55,7 @@ class ParameterRound(RoundKind):
         update, stats = self.level.aggregator.aggregate(context)
         self.receive_messages(context, stats.excluded)
         noise = self.level.privacy.finish(context.moment[0])
-        self.server.step(update.plus(noise), context.moment, context.cluster)
+        sent_columns = self.task.fragment_sent(context.moment[0]).columns
+        self.server.step(update.plus(noise).within(sent_columns), context.moment, context.cluster)
         self.team.barrier()
         return replace(stats, sent=sent)

@@ -11,6 +11,7 @@ from torch import Tensor
 from fedsim.aggregation import column_blocks
 from fedsim.aggregation.rules.averages import mean
 from fedsim.clients import UpdateCorrection
+from fedsim.core.rows import ColumnSpans
 from fedsim.processes.team import Team
 from fedsim.processing import apply_chain
 from fedsim.system.devices import synchronize
@@ -38,6 +39,16 @@ class AggregatedUpdate:
         if row is None:
             return self
         return replace(self, parts=[(columns, update + row[columns]) for columns, update in self.parts])
+
+    def within(self, spans: ColumnSpans) -> AggregatedUpdate:
+        """Return only those columns of the update that workers have sent, so that the others are not moved."""
+        parts = list[tuple[slice, Tensor]]()
+        for columns, update in self.parts:
+            for a, b in spans.spans:
+                start, stop = max(a, columns.start), min(b, columns.stop)
+                if start < stop:
+                    parts.append((slice(start, stop), update[start - columns.start : stop - columns.start]))
+        return replace(self, parts=parts)
 
 
 class ParameterServer:
@@ -97,10 +108,10 @@ class ParameterServer:
         This is EF21-P (Gruntkowska et al. 2023). Returns the number of bytes that each worker receives.
         """
         task, state = self._task, self._shared.server.downlink
-        columns = task.algorithm.personal_columns.others(len(self.sent))
+        columns, shapes, _ = fragment = task.fragment_received(round)
         difference = columns.of(self.sent - state["copy"])
         chain, seed = task.experiment.downlink_chain, task.experiment.seed
-        nbytes = apply_chain(chain, difference, seed, (round,), {}, state, task.shapes, "broadcast")
+        nbytes = apply_chain(chain, difference, seed, (round,), {}, fragment.states_of(state), shapes, "broadcast")
         columns.write(state["copy"], columns.of(state["copy"]).add_(difference))
         return nbytes
 

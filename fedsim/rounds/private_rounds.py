@@ -125,9 +125,11 @@ class PrivateRounds:
 
     def _noises(self, std: float, purpose: str, coordinates: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         """Yield Gaussian noise [d] for each of `coordinates`, with zeros for parameters that workers do not send."""
-        row, personal = self._shared.server.row, self._task.algorithm.personal_columns
-        for draws in Draws.of_all(self._task.experiment.seed, purpose, coordinates, device=row.device):
+        row = self._shared.server.row
+        of_all = Draws.of_all(self._task.experiment.seed, purpose, coordinates, device=row.device)
+        for draws, (round, *_) in zip(of_all, coordinates, strict=True):
             noise = draws.normal(len(row), dtype=row.dtype).mul_(std)
-            if personal.width:
-                personal.write(noise, noise.new_zeros(personal.width))
+            unsent = self._task.unsent_columns(round, len(row))
+            if unsent.width:
+                unsent.write(noise, noise.new_zeros(unsent.width))
             yield noise

@@ -49,7 +49,7 @@ class RoundClock:
 
     Args:
         delays: delays of workers and network.
-        row_bytes: bytes of the global parameters that a worker receives, without the setting `downlink`.
+        row_bytes: bytes of the global parameters that a worker receives for each gradient.
         buffer_bytes: bytes of the buffers that a worker receives, and also sends.
         message_bytes: bytes that a worker receives and sends per round in addition to parameters and buffers.
 
@@ -79,31 +79,35 @@ class RoundClock:
                 "such rounds"
             )
 
-    def finish_round(self, task: RunTask, work: WorkItems, sent: SentUpdates, broadcast: int) -> None:
+    def finish_round(self, task: RunTask, work: WorkItems, sent: SentUpdates, received: int) -> None:
         """Advance the virtual time by a round in which the workers have done `work` and `sent` updates.
 
-        See `pass_round`.
+        See `pass_round`. The fragments of `local.fragments` are sent and received during `delay` steps.
         """
         batches = task.schedule.of(work.workers, work.rounds).batches_of_all(work.sizes)
         columns = zip(work.workers.tolist(), work.steps.tolist(), batches.tolist(), strict=True)
         gradients = {worker: task.algorithm.gradients(steps, count) for worker, steps, count in columns}
-        self.pass_round(gradients, sent.sizes(), broadcast)
+        overlapped = task.experiment.local.fragments.delay * task.algorithm.gradients_per_step
+        self.pass_round(gradients, sent.sizes(), received, overlapped)
 
     def finish_steps(self, sent: SentUpdates) -> None:
         """Advance the virtual time by a round in which the workers have `sent` gradients. See `pass_steps`."""
         self.pass_steps(sent.sizes())
 
-    def pass_round(self, gradients: Mapping[int, int], sent: Mapping[int, Sequence[int]], broadcast: int = 0) -> None:
+    def pass_round(
+        self, gradients: Mapping[int, int], sent: Mapping[int, Sequence[int]], received: int = 0, overlapped: float = 0
+    ) -> None:
         """Advance the virtual time by one round, after which each worker sends an update.
 
         Args:
             gradients: number of gradients that each worker of the cohort computes, by worker ID.
             sent: bytes of each worker's updates after compression, by worker ID.
-            broadcast: bytes that each worker receives with the setting `downlink`.
+            received: bytes of the parameters that each worker receives.
+            overlapped: number of gradients that each worker computes while it communicates.
         """
         self._start_timeline()
-        received = self._row_bytes + self._message_bytes + 2 * self._buffer_bytes + broadcast
-        self._pass({worker: (count, received + sum(sent[worker])) for worker, count in gradients.items()})
+        received += self._message_bytes + 2 * self._buffer_bytes
+        self._pass({worker: (count, received + sum(sent[worker]), overlapped) for worker, count in gradients.items()})
 
     def pass_steps(self, sent: Mapping[int, Sequence[int]]) -> None:
         """Advance the virtual time by one round in which the workers wait for each other after each gradient.
@@ -139,11 +143,11 @@ class RoundClock:
         saved = RoundClockState.model_validate(metadata["clock"])
         self.now, self._started = saved.now, Counter(dict(saved.started))
 
-    def _pass(self, work: Mapping[int, tuple[int, int]]) -> None:
+    def _pass(self, work: Mapping[int, tuple[float, ...]]) -> None:
         """Advance the virtual time until the slowest worker has computed and sent its gradients.
 
         Args:
-            work: number of gradients that each worker computes, and bytes that it receives and sends, by worker ID.
+            work: arguments `gradients`, `bytes` and `overlapped` of `Delays.seconds`, by worker ID.
         """
         longest = 0.0
         for worker, amounts in work.items():
@@ -168,7 +172,7 @@ class NoClock:
 
     def require_workers(self, cohort: Cohort, strategy: Any, round: int) -> None: ...
 
-    def finish_round(self, task: RunTask, work: WorkItems, sent: SentUpdates, broadcast: int) -> None: ...
+    def finish_round(self, task: RunTask, work: WorkItems, sent: SentUpdates, received: int) -> None: ...
 
     def finish_steps(self, sent: SentUpdates) -> None: ...
 
@@ -188,6 +192,6 @@ def clock_of(task: RunTask, shared: SharedState) -> Clock:
     """Return the clock of a run, at time 0."""
     if task.experiment.mode != "clock":
         return NoClock()
-    row_bytes = 0 if task.experiment.downlink else shared.server.row.nbytes - personal_bytes(task)
+    row_bytes = shared.server.row.nbytes - personal_bytes(task)
     messages = sum(message_bytes(task, shared))
     return RoundClock(delays_of(task.experiment, task.byzantine.fixed), row_bytes, buffer_bytes(task, shared), messages)

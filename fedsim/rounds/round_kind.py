@@ -17,7 +17,7 @@ from fedsim.rounds.level import Level
 from fedsim.rounds.private_rounds import PrivateRounds
 from fedsim.rounds.round_clock import Clock
 from fedsim.training.batches import WorkItems
-from fedsim.training.memory import buffer_bytes, personal_bytes
+from fedsim.training.memory import buffer_bytes, received_bytes
 from fedsim.training.shared_state import message_bytes
 from fedsim.training.weights import AggregationContext
 
@@ -111,7 +111,8 @@ class RoundKind(ABC):
 
     def pass_time(self, clock: Clock, plan: RoundPlan, sent: SentUpdates) -> None:
         """Advance the virtual clock until the slowest worker of the cohort has finished."""
-        clock.finish_round(self.task, plan.work, sent, self.server.broadcast_bytes)
+        received = 0 if self.task.experiment.downlink else received_bytes(self.task, self.shared, plan.round)
+        clock.finish_round(self.task, plan.work, sent, received + self.server.broadcast_bytes)
 
     def bytes_up(self, plan: RoundPlan, sent: SentUpdates) -> int:
         """Return how many bytes all workers of a round send. `sent` has the sizes of their updates."""
@@ -122,8 +123,8 @@ class RoundKind(ABC):
         """Return the number of bytes that workers receive, including workers that send no update."""
         task, nbytes = self.task, self.bytes_for_losses(plan)
         if not task.experiment.downlink:
-            sizes = self.shared.server.row.nbytes - personal_bytes(task)
-            return nbytes + len(plan.reached) * (self.bytes_at_start() + sizes)
+            parameters = received_bytes(task, self.shared, plan.round)
+            return nbytes + len(plan.reached) * (self.bytes_at_start() + parameters)
         of_all = task.experiment.workers * self.server.broadcast_bytes if plan.cohort.workers else 0
         return nbytes + of_all + len(plan.reached) * self.bytes_at_start()
 

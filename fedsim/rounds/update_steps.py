@@ -18,7 +18,6 @@ from fedsim.records.round_stats import SentUpdates
 from fedsim.rounds.aggregator import Aggregator
 from fedsim.system.devices import to_device
 from fedsim.training.batches import WorkItems
-from fedsim.training.memory import personal_bytes
 from fedsim.training.shared_state import SharedState
 from fedsim.training.task import RunTask
 from fedsim.training.weights import AggregationContext, spoil
@@ -140,10 +139,10 @@ class AttackStep:
             workers=[worker for worker, attacks in zip(context.workers, attackers, strict=True) if not attacks],
             state=self.state,
         )
-        personal = task.algorithm.personal_columns
-        if personal.width:  # workers never send personal parameters
+        unsent = task.unsent_columns(context.moment[0], rows.shape[1])
+        if unsent.width:  # attackers send the same parameters as honest workers
             byzantine = byzantine.clone()
-            personal.write(byzantine, byzantine.new_zeros(personal.width))
+            unsent.write(byzantine, byzantine.new_zeros(unsent.width))
         rows[index] = byzantine
 
 
@@ -161,28 +160,29 @@ class ProcessingStep:
 
     def __call__(self, context: AggregationContext, mine: WorkItems, sent: SentUpdates) -> bool:
         task, rows, round = self._task, self._shared.cohort.rows, context.moment[0]
+        fragment = task.fragment_sent(round)
         if not task.experiment.chain:
-            sent.add(context.workers, self._shared.server.row.nbytes - personal_bytes(task))
+            sent.add(context.workers, fragment.columns.width * rows.itemsize)
             return False
         exempt = task.byzantine.in_round(round) if task.attackers_skip_chain else ()
-        sent_columns = task.algorithm.personal_columns.others(rows.shape[1])
-        personal = task.algorithm.personal_columns.width > 0
+        is_whole = fragment.columns.width == rows.shape[1]
         members, chain, seed = mine[np.isin(mine.workers, context.workers)], task.experiment.chain, task.experiment.seed
         coordinates = [(*context.moment, worker) for worker in members.workers.tolist()]
         draws = draws_of_all(chain, seed, coordinates, task.device)
         for member, coordinate, of_member in zip(members, coordinates, draws, strict=True):
             metrics: dict[str, Any] = {}
             if member.worker in exempt:
-                sent.add([member.worker], sent_columns.width * rows.itemsize)
+                sent.add([member.worker], fragment.columns.width * rows.itemsize)
                 continue
             with self._team.process.working_on(member.worker, round):
-                row = sent_columns.of(rows[member.slot]) if personal else rows[member.slot]
-                states = {name: values[member.slot] for name, values in self._shared.cohort.chain_states.items()}
-                nbytes = apply_chain(chain, row, seed, coordinate, metrics, states, task.shapes, draws=of_member)
+                row = rows[member.slot] if is_whole else fragment.columns.of(rows[member.slot])
+                kept = fragment.states_of(self._shared.cohort.chain_states)
+                states = {name: values[member.slot] for name, values in kept.items()}
+                nbytes = apply_chain(chain, row, seed, coordinate, metrics, states, fragment.shapes, draws=of_member)
                 if task.experiment.nonfinite != "keep":
                     for state in states.values():  # NaN that stays in a residual would enter later updates
                         row += (state * 0).sum()
-                if personal:
-                    sent_columns.write(rows[member.slot], row)
+                if not is_whole:
+                    fragment.columns.write(rows[member.slot], row)
             sent.add([member.worker], nbytes, metrics)
         return True

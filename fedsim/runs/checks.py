@@ -32,7 +32,6 @@ from fedsim.data.shapes import SampleShape, whole_classes
 from fedsim.data.tensors import compact
 from fedsim.engines import Engine, RunTask
 from fedsim.errors import DataError, ExperimentError, FedsimError, SettingWarning, called, one_line, show, show_bytes
-from fedsim.processing import initial_states
 from fedsim.runs.memory import memory_needed
 from fedsim.system.devices import free_memory
 from fedsim.training.operations import reason_of
@@ -151,7 +150,7 @@ def _check_clusters(task: RunTask, layout: Layout) -> None:
     """Raise ExperimentError if a setting needs a single global model, or if all global models would start equal."""
     experiment, algorithm = task.experiment, task.experiment.local.setting
     attack, rule = experiment.attack.component, experiment.rule
-    chain_state = any(initial_states(experiment.chain, torch.zeros(layout.d, device="meta"), task.shapes))
+    chain_state = any(task.chain_states(experiment.chain, torch.zeros(layout.d, device="meta")))
     needs_one = {
         experiment.policy.setting: not experiment.in_rounds,
         experiment.privacy.setting: experiment.privacy.component.active,

@@ -20,7 +20,7 @@ from fedsim.config.schema import OWN
 from fedsim.core.learning_task import class_weights_of
 from fedsim.core.objects import names_in, own_copy, why_unsendable
 from fedsim.core.randomness import preserve_random_state
-from fedsim.core.rows import Layout
+from fedsim.core.rows import ColumnSpans, Layout
 from fedsim.data import Shards, TensorData
 from fedsim.data.drawn_tests import strata_of
 from fedsim.data.formats.images import lacks_files
@@ -50,6 +50,7 @@ from fedsim.system.devices import shares_memory
 from fedsim.system.global_settings import run_settings
 from fedsim.system.precision import PRECISIONS, full_precision, without_recurrent_advice
 from fedsim.training.memory import explain_oom
+from fedsim.training.task import Fragment
 
 MOST_RACING = 32  # default maximum of a race's processes; each needs about 250 MB of memory
 
@@ -228,8 +229,16 @@ def task_of(experiment: Experiment, device: torch.device, *, weights: bool = Tru
     module = checks.checked_model(task)
     task = replace(task, algorithm=algorithm.for_model(module))
     layout = Layout.of(module)
-    sent = layout.outside(task.algorithm.personal_columns)
-    task = replace(task, shapes=tuple(tuple(entry.shape) for entry in sent)).with_streaming(layout.d)
+    sent = task.algorithm.fragments(layout)
+    fragments = [
+        Fragment(
+            ColumnSpans.of_entries(entries),
+            tuple(tuple(entry.shape) for entry in entries),
+            f"fragment_{number}." if len(sent) > 1 else "",
+        )
+        for number, entries in enumerate(sent)
+    ]
+    task = replace(task, fragments=tuple(fragments)).with_streaming(layout.d)
     checks.check_client_algorithm(task, layout)
     checks.check_privacy(task, layout)
     return task

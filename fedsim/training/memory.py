@@ -17,6 +17,16 @@ def buffer_bytes(task: RunTask, shared: SharedState) -> int:
     return sent * task.dtype.itemsize if task.experiment.buffers == "average" else 0
 
 
+def received_bytes(task: RunTask, shared: SharedState, round: int) -> int:
+    """Return the bytes of parameters that a worker receives in `round`, without the setting `downlink`.
+
+    In the first round these are the whole model, without personal parameters, also if fragments are synchronized.
+    """
+    if round == 1:
+        return shared.server.row.nbytes - personal_bytes(task)
+    return task.fragment_received(round).columns.width * task.dtype.itemsize
+
+
 def personal_bytes(task: RunTask) -> int:
     """Return the bytes of a model's personal parameters, which stay at the worker."""
     return task.algorithm.personal_columns.width * task.dtype.itemsize

@@ -18,7 +18,6 @@ from fedsim.core.rows import Layout, new_rows
 from fedsim.data import ListedShards, Shards, TensorData
 from fedsim.errors import ExperimentError, show_bytes
 from fedsim.processes.shared_memory import share
-from fedsim.processing import initial_states
 from fedsim.system.devices import require_memory, wide_dtype
 from fedsim.system.limits import describe_os_error
 from fedsim.training.task import RunTask, Sync
@@ -135,7 +134,7 @@ class GlobalModel:
             buffers=buffers,
             last=torch.zeros_like(row) if (task.top if groups else task).keeps_last else row.new_zeros(0),
             algorithm=algorithm | ({"cluster_buffers": buffers.repeat(others, 1)} if others else {}),
-            downlink={"copy": row.clone()} | initial_states(chain, row, task.shapes) if chain else {},
+            downlink={"copy": row.clone()} | task.chain_states(chain, row) if chain else {},
             states={sync: task.stepper(sync).start(row) for sync in task.syncs if ranks == 1},
             groups=_rows_of_groups(task, groups, row, buffers) if groups else {},
         )
@@ -204,8 +203,6 @@ class CohortRows:
         """
         d, b, cohort = len(server.row), len(server.buffers), task.experiment.largest_cohort
 
-        sent = task.algorithm.personal_columns.others(d).of(server.row)
-
         def repeated(state: State) -> State:
             return {name: new_rows(n_rows, len(row), row.dtype, task.device).copy_(row) for name, row in state.items()}
 
@@ -214,7 +211,7 @@ class CohortRows:
             rows=_rows_of_a_cohort(n_rows if task.has_rows else 0, d, task),
             buffers=new_rows(n_rows, b, server.buffers.dtype, task.device),
             kept=repeated(state_at_first(task.algorithm, server.row, server.buffers)),
-            chain_states=repeated(initial_states(task.experiment.chain, sent, task.shapes)),
+            chain_states=repeated(task.chain_states(task.experiment.chain, server.row)),
             messages=repeated(task.algorithm.message(server.row)),
             received={} if task.experiment.in_rounds else repeated(task.algorithm.send(server.algorithm)),
             full_gradients=new_rows(n_rows if task.algorithm.full_gradient else 0, d, task.dtype, task.device),

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedsim.byzantine import Attackers
 from fedsim.clients import ClientAlgorithm
 from fedsim.clients.schedule import Numbers, Schedule, Varying
 from fedsim.core.learning_task import LearningTask
 from fedsim.core.randomness import draw_key, preserve_random_state, seed_everything
+from fedsim.core.rows import ColumnSpans
 from fedsim.core.training import Objective
 from fedsim.data.partitions import Transform
 from fedsim.errors import ExperimentError, show, show_bytes
 from fedsim.models.trainable import ADAPTERS, add_adapters, load_weights, share_frozen, train_only
+from fedsim.processing import UpdateProcessor, initial_states
 from fedsim.server import ServerStep
 from fedsim.system.devices import to_device
 from fedsim.system.files import user_path
@@ -32,6 +34,24 @@ Sync = Literal["parameters", "gradients"]
 STORED_BYTES = 2**30  # maximum size of a cohort's updates that are stored although only their sum is needed
 
 
+class Fragment(NamedTuple):
+    """Parameters that workers send in a round: all of them, or one of several fragments (`local.fragments`).
+
+    Attributes:
+        columns: positions of the parameters in the flat vector of all parameters.
+        shapes: shapes of the parameters, in this order.
+        prefix: first part of the names of the states that processors keep for the fragment; "" for a single fragment.
+    """
+
+    columns: ColumnSpans = ColumnSpans()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    prefix: str = ""
+
+    def states_of(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those `states` of processors that belong to this fragment, by their names without the prefix."""
+        return {name.removeprefix(self.prefix): state for name, state in states.items() if name.startswith(self.prefix)}
+
+
 @dataclass(frozen=True)
 class RunTask:
     """Description of a run for every process: experiment, device, client algorithm and attackers.
@@ -41,7 +61,7 @@ class RunTask:
         device: device of the run.
         algorithm: client algorithm, prepared for the model.
         byzantine: Byzantine workers of each round.
-        shapes: shapes of the parameters that workers send, in the order of the flat vector.
+        fragments: parameters that workers send: one fragment, or several of which each round has one.
         scratch_folder: folder for temporary files; None for the system's folder.
         class_weights: weight of each class in the training loss; None for equal weights.
         row_bytes: size of an update in memory, in bytes.
@@ -55,7 +75,7 @@ class RunTask:
     device: torch.device
     algorithm: ClientAlgorithm
     byzantine: Attackers
-    shapes: tuple[tuple[int, ...], ...] = ()
+    fragments: tuple[Fragment, ...] = (Fragment(),)
     scratch_folder: str | None = None
     class_weights: tuple[float, ...] | None = None
     row_bytes: int = 0
@@ -140,6 +160,26 @@ class RunTask:
         """Whether attackers send updates that no processor, such as compression, has changed."""
         attack = self.experiment.attack
         return bool(self.experiment.chain) and attack.component.alters_rows and not attack.before_processors
+
+    def fragment_sent(self, round: int) -> Fragment:
+        """Return the parameters that workers send at the end of `round`."""
+        return self.fragments[self.algorithm.fragment_at(round)]
+
+    def unsent_columns(self, round: int, d: int) -> ColumnSpans:
+        """Return the columns of rows [..., d] that workers do not send in `round`."""
+        return self.fragment_sent(round).columns.others(d)
+
+    def fragment_received(self, round: int) -> Fragment:
+        """Return the parameters that have changed since the round before, which workers receive in `round`."""
+        return self.fragment_sent(round - 1)
+
+    def chain_states(self, chain: Sequence[UpdateProcessor], row: Tensor) -> dict[str, Tensor]:
+        """Return what a sender of vectors like `row` [d] keeps for a chain of processors before its first message."""
+        return {
+            f"{fragment.prefix}{name}": state
+            for fragment in self.fragments
+            for name, state in initial_states(chain, fragment.columns.of(row), fragment.shapes).items()
+        }
 
     def sync_in(self, round: int) -> Sync:
         """Return "gradients" if `round` aggregates the gradients of each step, otherwise "parameters"."""

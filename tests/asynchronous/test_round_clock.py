@@ -57,8 +57,10 @@ def clock_with_network(speeds, **of_model):
 
 def test_a_round_takes_as_long_as_the_model_the_update_and_the_buffers_travel():
     clock = clock_with_network([1.0, 2.0], row_bytes=30, buffer_bytes=10, message_bytes=40)
-    clock.pass_round({0: 2, 1: 2}, {0: [10], 1: [10]}, 60)
-    assert clock.now == 2 * 2 + 0.5 + (30 + 10 + 10 + 40 + 10 + 60) / 20
+    clock.pass_round({0: 2, 1: 2}, {0: [10], 1: [10]}, 90)
+    assert clock.now == (length := 2 * 2 + 0.5 + (30 + 10 + 10 + 40 + 10 + 60) / 20)
+    clock.pass_round({0: 2, 1: 2}, {0: [10], 1: [10]}, 90, overlapped=1)  # worker 1 computes for 2 seconds meanwhile
+    assert clock.now == 2 * length - 2
     # buffers travel before the first and after the last step of a worker
     clock = clock_with_network([1.0, 2.0], row_bytes=30, buffer_bytes=10)
     clock.pass_steps({0: [70], 1: [10] * 3})  # worker 0 is the slower one in the first step
@@ -188,7 +190,7 @@ def test_each_worker_counts_its_own_units(in_step):
     """The delays are those of any other policy and do not depend on the cohorts."""
     asked = []
 
-    def seconds(worker, unit, steps, bytes):
+    def seconds(worker, unit, steps, bytes, overlapped=0):
         asked.append((worker, unit, steps))
         return 1.0
 

@@ -88,7 +88,7 @@ def test_the_table_of_simulators_has_the_right_numbers_of_components():
     assert count("aggregation rules besides means") == len(fedsim.rules()) - 2
     assert count("pre-aggregation") == len(fedsim.pre_aggregators())
     assert count("attacks") == len(fedsim.attacks()) - 1  # without "none"
-    optimizers = {"sgd", "adam", "adamw", "adagrad", "dp_sgd"}
+    optimizers = {"sgd", "adam", "adamw", "adagrad", "dp_sgd", "muon"}
     assert count("client algorithms") == len({*client_algorithm.names()} - optimizers)
     assert count("asynchronous policies") == len(fedsim.policies()) - 1  # without "sync"
 

@@ -131,6 +131,11 @@ CASES = {
         "aggregate": {"rule": "fltrust", "root_samples": 20},
     },
     "workers that see their samples differently": {"partition": {"name": "feature_noise", "sigma": 1.0}},
+    "fragments of workers that keep their models": {
+        "model": {"name": "tests.models:sized", "hidden": [12]},
+        **by("adamw", steps=3, keep_optimizer_state=True, fragments={"count": 3, "delay": 2, "mixing": 0.5}),
+        **{**UNEVEN, "server": "diloco", "rounds": 5},
+    },
 }
 
 CHAIN = [{"name": "clip", "max_norm": 0.2}, {"name": "gaussian_noise", "std": 0.01}, {"name": "top_k", "k": 500}]
@@ -152,6 +157,13 @@ PROCESSED = {
     "updates quantized after an attack": {
         **{**ATTACKED, "attack": {"name": "alie", "fraction": 0.3}, "aggregate": "krum"},
         "processors": ["qsgd"],
+    },
+    "fragments, processed, under attack": {
+        "model": {"name": "tests.models:sized", "hidden": [12]},
+        **by("muon", steps=3, keep_optimizer_state=True, fragments={"count": 2}),
+        "processors": [{"name": "powersgd", "rank": 1, "error_feedback": True}, "natural"],
+        "downlink": [{"name": "powersgd", "rank": 1}, {"name": "top_k", "ratio": 0.3}],
+        **{**ATTACKED, "attack": {"name": "alie", "fraction": 0.3, "z": 1.5}, "aggregate": "median", "rounds": 5},
     },
     "updates and broadcasts compressed": {
         **{"workers": 5, "cohort": 3, "rounds": 3, "partition": "tests.components:uneven", "server": {"name": "bmuf"}},
@@ -211,6 +223,7 @@ WORK = {
     },
 }
 ALGORITHMS = {  # with the data that their additional gradients and full gradients must see
+    "muon": {**SOME, **NET, **by("muon", lr={"choice": [0.01, 0.05]}, momentum={"choice": [0.5, 0.95]})},
     "fedsam": {**NET, **by("fedsam", rho=0.5, momentum=0.5)},
     "clipped gradients of samples": {**SOME, **NET, **by("dp_sgd", clip=0.1, noise=0.2, momentum=0.5)},
     "mimelite, some samples left out": {**SOME, **NET, **by("mimelite", drop_last=True), "rounds": 3},
@@ -287,6 +300,9 @@ TOGETHER = (  # cases that share an experiment by default; each case alone is a 
     ("privacy of the workers, with a rule on whole rows",),
     ("clipped gradients of samples",),
     ("workers with the highest losses", "fedsam"),
+    ("clipped gradients", "muon"),
+    ("fragments of workers that keep their models",),
+    ("fragments, processed, under attack",),
     ("unbiased weights, and workers that do not report",),
     ("mimelite, some samples left out", "a rule with data of the server's own"),
     ("mimelite, samples seen differently",),

@@ -392,11 +392,13 @@ def _reduced(settings: Settings, more: tuple[str, ...]) -> Settings:
 
 def _optimizer_keys(settings: Settings) -> list[str]:
     """Return the keys of a client algorithm that `torch.optim` has too."""
-    require(_torch_optimizer(settings.get("local.algorithm", "sgd")))
+    algorithm = settings.get("local.algorithm", "sgd")
+    require(_torch_optimizer(algorithm) and algorithm != "muon")  # which PyTorch rounds to bfloat16
     own = (
         "local.schedule",
         "local.keep_optimizer_state",
         "local.accumulation_steps",
+        "local.fragments",
         "local.momentum_at",
         "local.trainable",
     )

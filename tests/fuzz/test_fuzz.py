@@ -35,11 +35,15 @@ def test_a_drawn_experiment_has_the_property(number, session_lab):
 
 
 SMALL = settings_in(["data.name=tests.components:few", "model.name=logistic", "workers=4", "rounds=3", "seed=0"])
+FRAGMENTS = "local.algorithm=muon local.steps=2 local.keep_optimizer_state=true local.fragments={count=2,delay=1}"
 CROSSINGS = [
     ("lengthened", "local.schedule.name=cosine"),
     ("lengthened", "server.schedule.name=one_cycle"),
     ("lengthened", "data.local_test_fraction=0.3 worker_evaluation.every=3"),
     ("names", "data.name=tests.fuzz.tables:owners data.form=csv"),
+    *((name, f"{FRAGMENTS} server.name=diloco") for name in ("resumed", "stopped", "stacks", "processes")),
+    *((name, f"{FRAGMENTS} processors=qsgd downlink=cast") for name in ("resumed", "lengthened", "waves")),
+    ("resumed", "local.algorithm=muon local.keep_optimizer_state=true groups=2 processors.name=sign"),
     *(("stopped", f"groups=2 group_rounds=3 seed={seed}") for seed in (0, 1, 2)),
 ]
 
