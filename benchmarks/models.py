@@ -18,10 +18,9 @@ from itertools import pairwise, product
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from bare_loop import Loss, bare_loop
+from bare_loop import bare_loop
 from common import median, report
-from torch import Tensor, nn
+from torch import nn
 
 import fedsim
 from fedsim import Experiment, TensorData
@@ -57,23 +56,19 @@ def text(root: Any, *, train: int, test: int) -> tuple[TensorData, TensorData]:
     return first, last
 
 
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def task_of_text(train: int) -> dict[str, Any]:
     return {"data": {"name": "models:text", "train": train, "test": 32}, "task": "next_token"}
 
 
-TASKS: dict[str, tuple[dict[str, Any], int, Loss]] = {  # tables, batch size and loss
-    "resnet20": ({"data": {"name": "models:images", "train": 256, "test": 64}}, 32, F.cross_entropy),
-    "char_lstm": (task_of_text(240), 10, token_loss),
-    "gpt": ({**task_of_text(240), "model": {"name": "gpt", "layers": 4, "width": 128}}, 10, token_loss),
+TASKS: dict[str, tuple[dict[str, Any], int]] = {  # tables and batch size
+    "resnet20": ({"data": {"name": "models:images", "train": 256, "test": 64}}, 32),
+    "char_lstm": (task_of_text(240), 10),
+    "gpt": ({**task_of_text(240), "model": {"name": "gpt", "layers": 4, "width": 128}}, 10),
 }
 
 
 def experiment_of(name: str, **changes: Any) -> Experiment:
-    tables, batch, _ = TASKS[name]
+    tables, batch = TASKS[name]
     local = {"batch_size": batch, "lr": 0.01}
     how = {"workers": COHORT, "rounds": ROUNDS, "partition": "iid", "local": local}
     return Experiment(**{"model": name, **tables, **how, **changes})
@@ -100,11 +95,11 @@ class CpuTimes(fedsim.Callback):
         self.ends.append(time.process_time())
 
 
-def check(name: str, loss: Loss) -> float:
+def check(name: str) -> float:
     """The largest difference between global models of float64 after one round on a few samples."""
     data = {**TASKS[name][0]["data"], "train": 6 * COHORT, "test": 10}
     changes = {"data": data, "rounds": 1, "precision": "float64"}
-    first = bare_loop(experiment_of(name, **changes, engine="serial"), loss=loss).first
+    first = bare_loop(experiment_of(name, **changes, engine="serial")).first
     differences = []
     for engine in ENGINES:
         state = fedsim.run(experiment_of(name, **changes, engine=engine)).model.state_dict()
@@ -114,8 +109,7 @@ def check(name: str, loss: Loss) -> float:
 
 
 def figures_of(name: str, repeats: int) -> dict[str, Any]:
-    _, _, loss = TASKS[name]
-    difference = check(name, loss)
+    difference = check(name)
     plain = experiment_of(name)
     floors: dict[str, Callable[[], nn.Module]] = {"floor": plain.model.component}
     if name.startswith("resnet"):
@@ -134,9 +128,9 @@ def figures_of(name: str, repeats: int) -> dict[str, Any]:
             fedsim.run(experiment_of(name, engine=engine, processes=1), callbacks=[times])
             rounds.setdefault(f"cpu_{engine}", []).append(median([b - a for a, b in pairwise(times.ends)]))
         for floor, make in floors.items():
-            seconds = bare_loop(plain, make_model=make, loss=loss).rounds
+            seconds = bare_loop(plain, make_model=make).rounds
             rounds.setdefault(floor, []).append(median(seconds) / usable_cores())
-            seconds = bare_loop(plain, make_model=make, loss=loss, clock=time.process_time).rounds
+            seconds = bare_loop(plain, make_model=make, clock=time.process_time).rounds
             rounds.setdefault(f"cpu_{floor}", []).append(median(seconds))
     figures: dict[str, Any] = {f"{key}_round_seconds": median(values) for key, values in rounds.items()}
     for prefix, engines in (("", ENGINES), ("cpu_", CPU_ENGINES)):

@@ -4,7 +4,7 @@ There are two parts, both on a CPU:
 
 - stacks: training of ten rows in one process with one thread, row by row and stacked, for several models and batch
   sizes. The constants in `fedsim/engines/auto.py` are based on these figures.
-- workloads: the whole commands of `cross_device.py` with `auto` and with each engine that it chooses from, in turn.
+- workloads: the whole commands of `workloads.py` with `auto` and with each engine that it chooses from, in turn.
   The figure is the time of `auto` divided by the shortest time of the others, for the whole command.
 
 The benchmark checks that all engines do the same work: in float64 their global rows agree after a round of few steps.
@@ -21,9 +21,10 @@ import itertools
 from typing import Any
 
 from common import CPU, median, report, run_command
-from cross_device import HOW, WORKLOADS, norm_of_difference
+from workloads import WORKLOADS
 
 import fedsim
+from benchmarks.peers.compare import HOW, norm_of_difference
 
 MODELS, BATCHES = ("logistic", "2nn", "net", "cnn"), (10, 32, 64, 250)
 ROWS, STEPS, TIMES = 10, 4, 4

@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from bare_loop import TEST_BATCH, BareRun, Loss, State, Work, on_cpu, right_answers
-from common import of_torch
 from torch import Tensor
 from torch.func import functional_call, vmap
 
+from benchmarks.peers.export import work_of
+from benchmarks.peers.work import TEST_BATCH, Log, Result, State, Work, copied
 from fedsim import Experiment
 from fedsim.system.devices import synchronize
 from fedsim.system.precision import PRECISIONS
@@ -30,20 +30,20 @@ class Baseline:
     """A program that trains a cohort of workers with equally many samples. The model has no buffers.
 
     Args:
-        work: work of the experiment's rounds.
+        experiment: experiment whose rounds are run.
+        work: its work.
         cohort: number of workers in a round.
         samples: number of training samples of each worker.
     """
 
-    def __init__(self, work: Work, cohort: int, samples: int) -> None:
-        local, device = work.experiment.local, work.inputs.device
-        sgd = of_torch(local.params)
-        self.lr, self.momentum, self.batch_size = sgd.pop("lr"), sgd.pop("momentum", 0.0), local.batch_size
-        if any(sgd.values()) or local.epochs != 1 or any(True for _ in work.model.buffers()):
+    def __init__(self, experiment: Experiment, work: Work, cohort: int, samples: int) -> None:
+        sgd, device = dict(work.sgd), work.inputs.device
+        self.lr, self.momentum, self.batch_size = sgd.pop("lr"), sgd.pop("momentum", 0.0), work.batch_size
+        self.experiment, self.work, self.model = experiment, work, work.model()
+        if any(sgd.values()) or len(work.orders[0][0]) != 1 or any(True for _ in self.model.buffers()):
             raise ValueError("baselines need one epoch of SGD with at most momentum, and a model without buffers")
-        self.work = work
-        self.names = [name for name, _ in work.model.named_parameters()]
-        self.parameters = [parameter.detach() for parameter in work.model.parameters()]  # share the model's memory
+        self.names = [name for name, _ in self.model.named_parameters()]
+        self.parameters = [parameter.detach() for parameter in self.model.parameters()]  # share the model's memory
         self.orders = torch.zeros(cohort, samples, dtype=torch.int64, device=device)
         self.right = torch.zeros((), dtype=torch.int64, device=device)  # number of right answers in the test
 
@@ -55,18 +55,18 @@ class Baseline:
         self.orders.copy_(orders)
         self.train()
         self.test()
-        return self.right.item() / sum(targets.numel() for _, targets in self.work.tests)
+        return self.right.item() / self.work.test_targets.numel()
 
     def train(self) -> object:
         """Train each worker on its samples in `self.orders`, and set the model to the average."""
         raise NotImplementedError
 
     def test(self) -> object:
-        return self.right.copy_(right_answers(self.work.model, self.work.tests))
+        return self.right.copy_(self.work.right_answers(self.model))
 
     def state(self) -> State:
         """Return a copy of the global model on the CPU."""
-        return on_cpu({name: value.clone() for name, value in zip(self.names, self.parameters, strict=True)})
+        return copied(dict(zip(self.names, self.parameters, strict=True)))
 
     def step(self, rows: list[Tensor], gradients: Sequence[Tensor], momenta: list[Tensor]) -> None:
         """Update `rows` by a step of SGD."""
@@ -87,8 +87,8 @@ class Baseline:
 class CapturedLoop(Baseline):
     """One worker after another. The training of a worker is one CUDA graph, and the test is another."""
 
-    def __init__(self, work: Work, cohort: int, samples: int) -> None:
-        super().__init__(work, cohort, samples)
+    def __init__(self, experiment: Experiment, work: Work, cohort: int, samples: int) -> None:
+        super().__init__(experiment, work, cohort, samples)
         self.order = self.orders[0].clone()
         self.start, self.total, self.momenta = ([torch.zeros_like(p) for p in self.parameters] for _ in range(3))
         self.train_worker, self.test = self.captured(self.train_worker), self.captured(self.test)
@@ -103,12 +103,12 @@ class CapturedLoop(Baseline):
 
     def train_worker(self) -> object:
         """Train a worker from the model at the start of the round, and add its model to the total."""
-        work, parameters = self.work, list(self.work.model.parameters())
+        work, parameters = self.work, list(self.model.parameters())
         torch._foreach_copy_(self.parameters, self.start)
         torch._foreach_zero_(self.momenta)
-        work.model.train()
+        self.model.train()
         for batch in self.order.split(self.batch_size):
-            loss = work.loss(work.model(work.inputs[batch]), work.targets[batch])
+            loss = work.loss(self.model(work.inputs[batch]), work.targets[batch])
             self.step(self.parameters, torch.autograd.grad(loss, parameters), self.momenta)
         torch._foreach_add_(self.total, self.parameters)
 
@@ -120,8 +120,8 @@ class Vmap(Baseline):
         graph: whether the training of a round is one CUDA graph, and the test is another.
     """
 
-    def __init__(self, work: Work, cohort: int, samples: int, *, graph: bool = False) -> None:
-        super().__init__(work, cohort, samples)
+    def __init__(self, experiment: Experiment, work: Work, cohort: int, samples: int, *, graph: bool = False) -> None:
+        super().__init__(experiment, work, cohort, samples)
         self.leaves = [torch.stack([p] * cohort).requires_grad_() for p in self.parameters]
         self.rows, self.momenta = [leaf.detach() for leaf in self.leaves], [torch.zeros_like(r) for r in self.leaves]
         self.forward = vmap(self.outputs_of_row, randomness="different")
@@ -129,13 +129,13 @@ class Vmap(Baseline):
             self.train, self.test = self.captured(self.train), self.captured(self.test)
 
     def outputs_of_row(self, row: list[Tensor], inputs: Tensor) -> Tensor:
-        return functional_call(self.work.model, dict(zip(self.names, row, strict=True)), (inputs,))
+        return functional_call(self.model, dict(zip(self.names, row, strict=True)), (inputs,))
 
     def train(self) -> object:
         for rows, parameter in zip(self.rows, self.parameters, strict=True):
             rows.copy_(parameter)
         torch._foreach_zero_(self.momenta)
-        self.work.model.train()
+        self.model.train()
         for batches in self.orders.split(self.batch_size, dim=1):
             outputs = self.forward(self.leaves, self.work.inputs[batches])
             loss = self.work.loss(outputs.flatten(0, 1), self.work.targets[batches].flatten(0, 1))
@@ -151,11 +151,11 @@ class Jax(Baseline):
     matrix products and convolutions on recent GPUs.
     """
 
-    def __init__(self, work: Work, cohort: int, samples: int) -> None:
-        super().__init__(work, cohort, samples)
-        jax = jax_of(work.experiment.precision)
-        jnp, dropout = jax.numpy, work.experiment.model.params.get("dropout", 0.0)
-        forward = partial(FORWARDS[work.experiment.model.name], jax)
+    def __init__(self, experiment: Experiment, work: Work, cohort: int, samples: int) -> None:
+        super().__init__(experiment, work, cohort, samples)
+        jax = jax_of(experiment.precision)
+        jnp, dropout = jax.numpy, experiment.model.params.get("dropout", 0.0)
+        forward = partial(FORWARDS[experiment.model.name], jax)
         self.padding = -samples % self.batch_size
         mask = (jnp.arange(samples + self.padding) < samples).reshape(-1, self.batch_size)
 
@@ -200,7 +200,7 @@ class Jax(Baseline):
 
         self.values = [jnp.asarray(p.cpu().numpy()) for p in self.parameters]
         self.data = on_device(work.inputs, work.targets)
-        self.test_data = on_device(*map(torch.cat, zip(*work.tests, strict=True)))
+        self.test_data = on_device(work.test_inputs, work.test_targets)
         self.rounds, self.jitted_train, self.jitted_accuracy = 0, train, accuracy
 
     def round(self, orders: Tensor) -> float:
@@ -259,7 +259,7 @@ def _2nn(jax: Any, p: Any, x: Any, kept: Callable[..., Any]) -> Any:
 
 
 FORWARDS = {"net": _net, "cnn": _cnn, "2nn": _2nn}  # forward passes in JAX, with the parameters of the models
-PROGRAMS: dict[str, Callable[[Work, int, int], Baseline]] = {
+PROGRAMS: dict[str, Callable[[Experiment, Work, int, int], Baseline]] = {
     **{"captured loop": CapturedLoop, "vmap": Vmap, "captured vmap": partial(Vmap, graph=True), "jax": Jax}
 }
 
@@ -280,23 +280,19 @@ def captured(work: Callable[[], object], device: torch.device) -> Callable[[], o
     return graph.replay
 
 
-def run_baseline(name: str, experiment: Experiment, device: torch.device, loss: Loss | None = None) -> BareRun:
+def run_baseline(name: str, experiment: Experiment, device: torch.device) -> Result:
     """Run the rounds of an experiment with a baseline. The first round includes captures and compilations."""
     torch.set_num_threads(1)
-    work, baseline = Work.of(experiment, device, loss=loss), None
-    start = on_cpu({key: value.clone() for key, value in work.model.state_dict().items()})
-    rounds: list[float] = []
-    accuracies: list[float] = []
-    samples: list[list[int]] = []
+    work, baseline, seconds = work_of(experiment, device), None, 0.0
+    log = Log(lambda: seconds)
     with PRECISIONS[experiment.precision].training(device):
-        for round in range(1, experiment.rounds + 1):
-            orders = torch.stack([torch.cat(work.orders(round, worker)) for worker in work.cohort(round)])
+        for cohort in work.orders:
+            orders = torch.stack([torch.from_numpy(epochs[0]) for epochs in cohort])
             synchronize(device)
             started = time.perf_counter()
-            baseline = baseline or PROGRAMS[name](work, *orders.shape)
-            accuracies.append(baseline.round(orders))
-            rounds.append(time.perf_counter() - started)
-            samples.append([orders.shape[1]] * len(orders))
-            if round == 1:
-                first = baseline.state()
-    return BareRun(rounds, accuracies[-1], start, first, accuracies, samples)
+            baseline = baseline or PROGRAMS[name](experiment, work, *orders.shape)
+            accuracy = baseline.round(orders)
+            seconds += time.perf_counter() - started
+            log.end_round(accuracy, baseline.state())
+            log.trained([batch for order in orders for batch in order.split(work.batch_size)])
+    return log.result(baseline.state())

@@ -32,17 +32,20 @@ import models
 import pytest
 import rules
 import torch
-from bare_loop import BareRun, bare_loop, without_dropout
+from bare_loop import bare_loop, without_dropout
 from common import ROOT
 from convolutions import SHAPES, Shape, layer, step
-from cross_device import HOW, ROUNDING, WORKLOADS, norm_of_difference
 from limits import Machine, round_cost, timed
+from workloads import WORKLOADS
 
 import fedsim
 from benchmarks.gpu.baselines import captured, jax_of, run_baseline
 from benchmarks.gpu.data import workload_data
 from benchmarks.gpu.goals import GOALS
 from benchmarks.gpu.profiling import profiled
+from benchmarks.peers.compare import HOW, difference
+from benchmarks.peers.export import work_of
+from benchmarks.peers.work import Result
 from fedsim.errors import FedsimError
 from fedsim.system.devices import release_memory
 from fedsim.system.precision import full_precision
@@ -69,6 +72,7 @@ PROGRAMS_OF = {  # baselines of each workload, the most informative first
     "char_lstm": ("captured loop", "bare loop"),  # torch.func.vmap has no rule for the LSTM of cuDNN
 }
 ROUNDS = {"w1": 4, "w2": 4, "w3": 12}
+ROUNDING = 1e-6  # maximum difference of models after a round in float64, relative to the move of the round
 FEWEST_ROUNDS = 3  # also of ways that train one worker after another
 ROWS = (10, 100) if ON_GPU else (4,)  # rows per stack in the convolution measurements
 UPDATES = [(n, d) for d in (21_840, 1_663_370) for n in (20, 100)] if ON_GPU else [(20, 1000)]  # for rules
@@ -120,7 +124,7 @@ def experiment_of(workload: str, *words: str, rounds: int = FEWEST_ROUNDS, few: 
     """Return the experiment of a workload. `few`: whether each worker trains on two whole batches and a short one."""
     data: dict[str, Any] = {}
     if workload in MODELS:
-        tables, _, _ = models.TASKS[workload]
+        tables, _ = models.TASKS[workload]
         norm = {"model": {"name": "resnet20", "norm": "group"}} if workload == "resnet20" else {}
         experiment = models.experiment_of(workload, **norm)
         data = {"train": 8 * tables["data"]["train"]}
@@ -134,11 +138,6 @@ def experiment_of(workload: str, *words: str, rounds: int = FEWEST_ROUNDS, few: 
     elif few:
         data = {"train": train} if workload in MODELS else {"train": train, "test": 200}
     return fedsim.load_experiment(experiment, [f"rounds={rounds}", f"device={DEVICE.type}"], data=data)
-
-
-def loss_of(workload: str) -> Any:
-    """Return the loss function for baselines, or None for their default."""
-    return models.TASKS[workload][2] if workload in MODELS else None
 
 
 @functools.cache
@@ -173,12 +172,12 @@ def rounds_of(workload: str, engine: str) -> Figures:
     return run_of(workload, engine)[1]
 
 
-def baseline_run(workload: str, program: str, experiment: fedsim.Experiment) -> BareRun:
+def baseline_run(workload: str, program: str, experiment: fedsim.Experiment) -> Result:
     if program == "bare loop":
-        return bare_loop(experiment, DEVICE, loss=loss_of(workload))
+        return bare_loop(experiment, DEVICE)
     if program == "jax":
         require_jax()
-    return run_baseline(program, experiment, DEVICE, loss_of(workload))
+    return run_baseline(program, experiment, DEVICE)
 
 
 def require_jax() -> None:
@@ -201,7 +200,7 @@ def baseline_rounds(workload: str, program: str) -> Figures:
     run = baseline_run(workload, program, experiment)
     figures: Figures = {
         **{"round_ms": milliseconds(run.rounds[1:]), "first_round_ms": milliseconds(run.rounds[:1])},
-        **{"accuracy": run.accuracy, "samples_in_a_round": sum(run.samples[0])},
+        **{"accuracy": run.accuracies[-1], "samples_in_a_round": run.samples // len(run.rounds)},
         **({"peak_mib": round(torch.cuda.max_memory_allocated() / 2**20)} if ON_GPU else {}),  # of PyTorch
     }
     try:
@@ -210,17 +209,18 @@ def baseline_rounds(workload: str, program: str) -> Figures:
         return {**figures, "error": f"fedsim: {error}"}
 
 
-def different_work(workload: str, run: BareRun) -> Figures:
+def different_work(workload: str, run: Result) -> Figures:
     """Return an error if a baseline's samples or accuracy differ from those of fedsim in the same rounds."""
     result, _ = run_of(workload, "batched")
-    for round, (record, samples) in enumerate(zip(result.history, run.samples, strict=False), 1):
-        if record.samples != samples:
-            return {"error": f"round {round}: fedsim trained on {record.samples} samples, the baseline on {samples}"}
-    ours, theirs = result.history[round - 1].test_accuracy, run.accuracies[round - 1]
+    records = result.history[: len(run.rounds)]
+    samples = sum(sum(record.samples) for record in records)
+    if samples != run.samples:
+        return {"error": f"fedsim trained on {samples} samples, the baseline on {run.samples}"}
+    ours, theirs = records[-1].test_accuracy, run.accuracies[len(records) - 1]
     data = result.experiment.data
     _, test = fedsim.load_dataset(data.name, data.root, **data.params)
     if abs(ours - theirs) > 2 / len(test) ** 0.5:  # four times the largest standard error
-        return {"error": f"round {round}: test accuracies differ: fedsim {ours}, baseline {theirs}"}
+        return {"error": f"round {len(records)}: test accuracies differ: fedsim {ours}, baseline {theirs}"}
     return {}
 
 
@@ -236,10 +236,10 @@ def state_after_few_samples(workload: str) -> dict[str, torch.Tensor]:
 
 def same_work(workload: str, program: str) -> Figures:
     """Return the difference of fedsim and a baseline after a float64 round, relative to the move of the round."""
-    run = baseline_run(workload, program, few_samples(workload))
-    difference = norm_of_difference(state_after_few_samples(workload), run.first)
-    difference /= norm_of_difference(run.start, run.first)
-    return {"difference": difference, **({} if difference < ROUNDING else {"error": "different models"})}
+    few = few_samples(workload)
+    run = baseline_run(workload, program, few)
+    off = difference(work_of(few), state_after_few_samples(workload), run.first)
+    return {"difference": off, **({} if off < ROUNDING else {"error": "different models"})}
 
 
 def which_rule() -> Figures:

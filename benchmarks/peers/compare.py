@@ -16,7 +16,7 @@ from common import ROOT, CommandRun, median, run_command
 from watching import watch
 
 from benchmarks.peers.export import without_fedsim, work_of
-from benchmarks.peers.rivals import RIVALS, python_of
+from benchmarks.peers.rivals import RIVALS, command_of
 from benchmarks.peers.work import Result, State, Work
 from fedsim import load_experiment
 
@@ -72,10 +72,9 @@ def run_of_fedsim(words: Sequence[str]) -> tuple[Run, CommandRun]:
 
 def run_of_rival(name: str, work: Path) -> tuple[Run, Result]:
     path = work.with_name(f"{name}.pt")
-    command = [python_of(name), "-m", f"benchmarks.peers.{name}", str(work), str(path)]
     with path.with_suffix(".log").open("w+") as log:
         try:
-            watched = watch(command, SHARE, stdout=log, stderr=log, cwd=ROOT)
+            watched = watch([*command_of(name), str(work), str(path)], SHARE, stdout=log, stderr=log, cwd=ROOT)
         except subprocess.CalledProcessError as error:
             log.seek(0)
             raise DifferentWorkError(f"{name} failed: {' '.join(log.read().splitlines()[-3:])}") from error

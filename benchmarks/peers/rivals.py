@@ -38,6 +38,10 @@ def python_of(name: str) -> str:
     return str(ENVIRONMENTS / name / "bin" / "python") if RIVALS[name].requirements else sys.executable
 
 
+def command_of(name: str) -> list[str]:
+    return [python_of(name), "-m", f"benchmarks.peers.{name}"]
+
+
 def is_ready(name: str) -> bool:
     return Path(python_of(name)).exists()
 

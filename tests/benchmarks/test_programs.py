@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 import fedsim
 
@@ -23,40 +22,8 @@ def program(monkeypatch):
 
 
 @pytest.fixture
-def cross_device(program):
-    return program("cross_device")
-
-
-@pytest.fixture
 def scaling(program):
     return program("scaling")
-
-
-def test_w4_is_the_network_and_the_work_of_the_benchmark_of_pfl(cross_device):
-    words = cross_device.WORKLOADS["w4"]
-    experiment = fedsim.load_experiment(words[0], words[1:])
-    local = experiment.local
-    assert (experiment.workers, experiment.cohort_size) == (1000, 50)
-    assert (local.epochs, local.batch_size, local.params["lr"]) == (1, 10, 0.1)
-    network = experiment.model.component()
-    assert sum(parameter.numel() for parameter in network.parameters()) == 1_626_442
-    assert [module.p for module in network.modules() if isinstance(module, torch.nn.Dropout)] == [0.25, 0.5]
-
-
-@pytest.mark.parametrize("engine", ["serial", "batched"])
-def test_w4_and_the_bare_loop_do_the_same_work(engine, cross_device, program, tmp_path):
-    words = cross_device.WORKLOADS["w4"]
-    changes = ("rounds=1", "workers=4", "cohort=2", "data.train=24", "data.test=10", f"data.root={tmp_path}")
-    exact = ("precision=float64", "model.dropout=0.0", f"engine={engine}", "processes=1")
-    experiment = fedsim.load_experiment(words[0], [*words[1:], *changes, *exact])
-    threads = torch.get_num_threads()
-    try:
-        bare = program("bare_loop").bare_loop(experiment)
-    finally:
-        torch.set_num_threads(threads)
-    state = fedsim.run(experiment).model.state_dict()
-    move = cross_device.norm_of_difference(bare.start, bare.first)
-    assert cross_device.norm_of_difference(state, bare.first) < 1e-9 * move
 
 
 def test_the_timed_engine_gives_the_rows_of_serial(scaling):
