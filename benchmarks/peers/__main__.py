@@ -21,11 +21,13 @@ import sys
 from typing import Any
 
 from common import report
-from workloads import WORKLOADS
+from workloads import PUBLISHED
+from workloads import WORKLOADS as OWN
 
 from benchmarks.peers.compare import DifferentWorkError, Figures, measure
 from benchmarks.peers.rivals import RIVALS, is_ready, set_up
 
+WORKLOADS = OWN | PUBLISHED
 COLUMNS = {  # of the printed table: key of the figures and format
     **{"round_seconds": "{:.3f} s", "round_over_fedsim": "{:.2f}", "round_over_bare": "{:.2f}"},
     **{"run_seconds": "{:.2f} s", "run_over_fedsim": "{:.2f}", "run_over_bare": "{:.2f}", "start_seconds": "{:.2f} s"},

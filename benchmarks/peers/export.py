@@ -32,7 +32,8 @@ def work_of(experiment: Experiment, device: torch.device = CPU, make: Callable[[
     assert (experiment.sync, local.algorithm) == ("parameters", "sgd"), "other programs average after plain SGD"
     dtype = PRECISIONS[experiment.precision].rows
     train, test = load_dataset(experiment.data.name, experiment.data.root, **experiment.data.params)
-    shards = partition(train.targets.numpy(), split.name, experiment.workers, seed, **split.params)
+    inputs, targets = preloaded(train, device, dtype)
+    shards = partition(targets.cpu().numpy(), split.name, experiment.workers, seed, ids=train.ids, **split.params)
     seed_everything(CPU, seed, "model")
     model = experiment.model.component().to(device, dtype)
     test_inputs, test_targets = preloaded(test, device, dtype)
@@ -44,7 +45,8 @@ def work_of(experiment: Experiment, device: torch.device = CPU, make: Callable[[
         make or experiment.model.component,
         _loss_for(model, test_inputs[:8], test_targets[:8]),
         model.state_dict(),
-        *preloaded(train, device, dtype),
+        inputs,
+        targets,
         test_inputs,
         test_targets,
         shards=list(shards),

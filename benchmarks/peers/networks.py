@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -55,6 +56,47 @@ class ImageNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.classifier(self.convolutions(images))
+
+
+class SigmoidRegression(nn.Module):
+    """The model LR of FLUTE and FedML: a linear layer whose outputs pass a sigmoid before the cross-entropy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(28 * 28, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.sigmoid(self.linear(images.flatten(1)))
+
+
+class SmallCNN(nn.Module):
+    """The model CNN of BlazeFL's benchmark (62,006 parameters), from PyTorch's tutorial on CIFAR-10."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            *(nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        )
+        self.classifier = nn.Sequential(
+            *(nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10))
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.classifier(self.convolutions(images))
+
+
+class CharacterLSTM(nn.Module):
+    """The network of FLUTE's task on Shakespeare's plays (822,570 parameters): logits after each character."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.Embedding(90, 8, padding_idx=0)
+        self.lstm = nn.LSTM(8, 256, num_layers=2, batch_first=True)
+        self.head = nn.Linear(256, 90)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embeddings(characters))[0])
 
 
 NETWORKS = {"net": Net, "cnn": cnn, "2nn": two_nn}  # by the name of fedsim's model; others by import path

@@ -44,11 +44,14 @@ def program(path: str) -> Result | None:
     sgd = {key: value for key, value in work.sgd.items() if key != "lr"}
 
     class User(Dataset):
-        """A user's samples in batches, for one pass over all epochs."""
+        """A user's samples in batches, for one pass over all epochs. The length is the user's weight."""
 
-        def __init__(self, batches: list[torch.Tensor]) -> None:
-            super().__init__([torch.cat(batches)])
-            self.batches = batches
+        def __init__(self, round: int, slot: int) -> None:
+            self.batches, self.weight = work.batches(round, slot), work.weights[work.cohorts[round][slot]]
+            super().__init__([torch.cat(self.batches)])
+
+        def __len__(self) -> int:
+            return self.weight
 
         def iter(self, batch_size: int) -> Iterator[list[torch.Tensor]]:
             return ([tensor.index_select(0, batch) for tensor in (work.inputs, work.targets)] for batch in self.batches)
@@ -77,7 +80,7 @@ def program(path: str) -> Result | None:
     model.loss, model.metrics = loss, metrics
     central = torch.optim.SGD(model.parameters(), 1.0)
     pfl_model = PyTorchModel(model, partial(torch.optim.SGD, **sgd), central)
-    dataset = FederatedDataset(lambda user: User(work.batches(*user)), lambda: next(users))
+    dataset = FederatedDataset(lambda user: User(*user), lambda: next(users))
     tests = Dataset([work.test_inputs, work.test_targets], eval_kwargs={"central": True})
     backend = SimulatedBackend(dataset, dataset, [WeightByDatapoints()] if len(set(work.weights)) > 1 else [])
     evaluation = NNEvalHyperParams(local_batch_size=TEST_BATCH)

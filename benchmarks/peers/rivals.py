@@ -6,6 +6,7 @@ environment, so that all programs compute with the same kernels.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -30,7 +31,14 @@ class Rival(NamedTuple):
     same_batches: bool = True
 
 
-RIVALS = {"bare": Rival(), "pfl": Rival(("pfl==0.6.0",)), "flower": Rival(("flwr[simulation]==1.42.0",))}
+RIVALS = {
+    "bare": Rival(),
+    "pfl": Rival(("pfl==0.6.0",)),
+    "flower": Rival(("flwr[simulation]==1.42.0",)),
+    "blazefl": Rival(("--ignore-requires-python", "blazefl[contrib,reproducibility]==2.0.3")),  # asks for Python 3.12
+    "fedlab": Rival(("fedlab==1.3.0",)),
+    "fluke": Rival(("fluke-fl==0.8.1",)),
+}
 
 
 def python_of(name: str) -> str:
@@ -56,3 +64,4 @@ def set_up(name: str) -> None:
     others = [path for path in sys.path if Path(path).name == "site-packages"]
     Path(base, "fedsim.pth").write_text("\n".join(others) + "\n")  # behind the environment's own packages
     subprocess.run([python_of(name), "-m", "pip", "install", "--quiet", *RIVALS[name].requirements], check=True)
+    shutil.rmtree(Path(base, "benchmarks"), ignore_errors=True)  # opacus, which fluke needs, has a package of this name

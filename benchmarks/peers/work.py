@@ -154,3 +154,16 @@ def main(program: Callable[[str], Result | None]) -> None:
 def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy over the tokens of a batch."""
     return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def repaired_torchvision() -> torch.library.Library | None:
+    """Let a program import torchvision that was compiled for another build of PyTorch. Keep the result."""
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError:
+        operators = torch.library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
+            if not hasattr(torch.ops.torchvision, name):
+                operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return operators
+    return None

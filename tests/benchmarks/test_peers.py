@@ -142,6 +142,33 @@ def test_w4_and_the_bare_loop_do_the_same_work(engine, tmp_path):
     assert compare.difference(work, fedsim.run(experiment).model.state_dict(), train(work).first) < 1e-9
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "changes"),
+    [
+        ("flute_lr", 7_850, ("workers=20", "data.name=benchmarks.gpu.data:synthetic", "data.train=600", "data.test=9")),
+        ("flute_lstm", 822_570, ("local.steps=2", "data.test_windows=2")),
+        ("blazefl", 62_006, ("workers=5", "data.train=60", "data.test=9")),
+    ],
+)
+def test_published_workloads_are_the_same_work_for_other_programs(name, parameters, changes, tmp_path):
+    words = program.WORKLOADS[name]
+    small = ("rounds=1", "cohort=2", "precision=float64", "engine=serial", f"data.root={tmp_path}", *changes)
+    experiment = fedsim.load_experiment(words[0], [*(w for w in words[1:] if not w.startswith("rounds=")), *small])
+    work = work_of(experiment, make=without_fedsim(experiment))
+    assert sum(value.numel() for value in work.state.values()) == parameters
+    assert compare.difference(work, fedsim.run(experiment).model.state_dict(), train(work).first) < 1e-9
+
+
+def test_shards_by_a_power_law_have_two_classes_and_unequal_sizes():
+    labels = np.repeat(np.arange(10), 600)
+    shards = fedsim.partition(labels, "benchmarks.peers.published:power_law", 100)
+    assert np.array_equal(np.sort(np.concatenate(shards)), np.arange(len(labels)))
+    assert [np.unique(labels[shard]).tolist() for shard in shards[8:11]] == [[8, 9], [0, 9], [0, 1]]
+    sizes = np.array([len(shard) for shard in shards])
+    assert sizes.min() >= 10
+    assert sizes.max() > 5 * np.median(sizes)
+
+
 def test_programs_do_not_import_fedsim():
     for name in ("work", "networks", *(name for name in RIVALS)):
         assert "fedsim" not in (ROOT / "benchmarks" / "peers" / f"{name}.py").read_text().replace("fedsim's", "")
