@@ -122,8 +122,9 @@ class ServerMomentum(MomentumStep):
 class ServerDiLoCo(MomentumStep):
     """Outer optimizer of DiLoCo, Nesterov momentum: v = beta v + D, w += lr (D + beta v) (Douillard et al. 2023).
 
-    D is the aggregated update, and w the global model. The optimizer is `momentum` with `nesterov = true` and other
-    defaults, for workers that train many steps with AdamW.
+    D is the aggregated update, and w the global model. The optimizer is `momentum` with `nesterov = true` and the
+    values of OpenDiLoCo (Jaghouar et al. 2024) and torchft. Workers train many steps with AdamW, and keep its state
+    between rounds (`local.keep_optimizer_state`), as in section 6.1 of the paper.
 
     Args:
         lr: server learning rate, >= 0.

@@ -137,7 +137,8 @@ BY_PARAMETERS = (  # two ranks run several cases as one experiment; a slow test 
     *(("privacy of the workers, with a rule on whole rows",), ("privacy in empty rounds",)),
     *(("unbiased weights, and workers that do not report",), ("a worker with most of the samples",)),
     *(("groups",), ("groups with states, drawn rules, and attacks on both levels",)),
-    *(("buffers and momentum in groups",),),
+    *(("buffers and momentum in groups",), ("fragments of workers that keep their models",)),
+    *(("fragments, processed, under attack",), ("muon",)),
     *(("a worker without weight, left out",), ("worker state beside the server's own data",)),
 )
 AVERAGED = (  # as above, for gradients that are averaged during the backward pass
