@@ -10,6 +10,8 @@ from fedsim import TensorData
 from fedsim.data.formats.images import lacks_files
 from fedsim.data.sources import default_root
 
+AT_ONCE = 1000  # images; in floating point, all images of a data set would take most memory of a run
+
 
 def has_mnist() -> bool:
     return not lacks_files("mnist", default_root())
@@ -27,9 +29,10 @@ def synthetic(
     patterns = patterns.repeat_interleave(4, 2).repeat_interleave(4, 3)
 
     def images(count: int) -> TensorData:
-        labels = torch.arange(count) % 10
-        noise = torch.rand(count, depth, size, size, generator=generator)
-        return TensorData(((patterns[labels] + noise) * 127).to(torch.uint8), labels, 1 / 78.5, -1.6)
+        labels, pixels = torch.arange(count) % 10, torch.empty(count, depth, size, size, dtype=torch.uint8)
+        for part, numbers in zip(pixels.split(AT_ONCE), labels.split(AT_ONCE), strict=True):
+            part.copy_((patterns[numbers] + torch.rand(part.shape, generator=generator)) * 127)
+        return TensorData(pixels, labels, 1 / 78.5, -1.6)
 
     return images(train), images(test)
 
