@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedsim.core.plotting import encode
+from fedsim.data.sources import forget_loaded_data
 from fedsim.errors import FedsimError
 from fedsim.processes.child_process import Child, forks, init_child_process, signals_deferred, start_process
 from fedsim.processes.messages import Channel
@@ -80,6 +81,7 @@ def _files(drawings: Drawings, formats: Sequence[str]) -> dict[str, bytes]:
 
 def _serve(pipe: Connection) -> None:
     init_child_process()
+    forget_loaded_data()  # the run moves it to shared memory, so this process alone would keep the original
     channel = Channel(pipe)
     # an invalid setting of matplotlib, which the parent reports when it draws, or the end of the run
     with contextlib.suppress(FedsimError, EOFError, OSError):

@@ -301,6 +301,12 @@ def data_loaded_once() -> Iterator[None]:
         _loaded.reset(token)
 
 
+def forget_loaded_data() -> None:
+    """Free this process's copy of the data set that `load_dataset_once` has kept."""
+    if loaded := _loaded.get():
+        loaded.data.clear()
+
+
 def load_dataset_once(
     name: str, root: str | None, params: Mapping[str, Any], *, take: bool = False
 ) -> tuple[TensorData, TensorData]:

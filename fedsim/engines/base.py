@@ -25,6 +25,7 @@ from fedsim.processes.team import Team, new_mailbox
 from fedsim.rounds.executor import Executor, MakeTrainer
 from fedsim.rounds.synchronous_rounds import SynchronousRounds
 from fedsim.rounds.worker_states import WorkerStates
+from fedsim.system.c_libraries import return_freed_memory
 from fedsim.system.devices import release_memory, resolve_device, synchronize
 from fedsim.system.global_settings import run_settings
 from fedsim.system.limits import format_failure
@@ -139,7 +140,9 @@ class Engine:
         Raises ExperimentError if the engine cannot compute the task.
         """
         self.leave()
-        if self._in_pool and not self.at_work:  # an earlier task lost processes at its start
+        if self._in_pool and not self.at_work:  # the engine chose the pool just now, or lost its processes
+            shared.share()  # forked processes would keep the memory that the tensors leave
+            return_freed_memory()  # for example that of a trial of the model
             self._pool = self._new_pool()
         make_trainer, self._trainer_metadata = self.trainers(task, shared)
         if task.streams:  # a stack for each process that shares these rows

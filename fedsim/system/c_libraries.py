@@ -56,3 +56,9 @@ def keep_freed_memory() -> None:
         library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
         library.free.argtypes = [ctypes.c_void_p]
         library.free(library.malloc(FREED))
+
+
+def return_freed_memory() -> None:
+    """Let glibc return all freed memory to the system, before this process forks others, which would keep it."""
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+        library.malloc_trim(ctypes.c_size_t(0))

@@ -9,6 +9,7 @@ import pytest
 import fedsim
 from fedsim.callbacks import painter
 from fedsim.callbacks.painter import Painter
+from fedsim.data import sources
 
 pytestmark = pytest.mark.usefixtures("pictures")
 
@@ -30,6 +31,19 @@ def test_the_drawing_process_has_the_priority_of_the_run(own_process, tmp_path):
     process, priority = (tmp_path / "note").read_text().split()
     assert process != str(os.getpid())
     assert int(priority) == os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def note_loaded_data(path):
+    path.write_text(str(len(sources._loaded.get().data)))
+
+
+def test_the_drawing_process_frees_its_copy_of_the_data(own_process, tmp_path):
+    with sources.data_loaded_once():
+        sources.load_dataset_once("mnist5k", None, {})
+        with Painter(["png"]) as drawing:
+            drawing.files({"curve": partial(note_loaded_data, tmp_path / "note")})
+        note_loaded_data(tmp_path / "here")
+    assert [(tmp_path / name).read_text() for name in ("note", "here")] == ["0", "1"]
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,21 @@ def test_cores_and_processes_decide_where_workers_are_trained_but_change_no_bit(
         assert [record.test_loss for record in result.history] == [record.test_loss for record in results[0].history]
 
 
+def test_tensors_are_shared_before_processes_are_forked_which_would_keep_the_memory_they_leave(prepared, monkeypatch):
+    spec, shared = prepared("convolution", workers=5)
+    monkeypatch.setattr(auto, "seconds_saved", lambda *_, **__: 1e9)
+    are_shared = []
+
+    def new_pool(processes, *arguments):
+        tensors = shared.data.train.inputs, shared.cohort.rows, shared.cohort.rows._base
+        are_shared.append([tensor.is_shared() for tensor in tensors])
+        return InProcessPool(processes)
+
+    monkeypatch.setattr(base, "ProcessPool", new_pool)
+    AutoEngine(2, 1, 60.0, "fork").begin(spec, shared)
+    assert are_shared == [[True, True, True]]
+
+
 def test_a_model_that_cannot_be_stacked_runs_all_the_same_and_the_reason_is_noted(tables):
     tables = {**tables, "model": "tests.models:Stateful"}
     result_of = [fedsim.run({**tables, "engine": name}) for name in ("serial", "auto")]
