@@ -69,7 +69,8 @@ def share(tensors: Iterable[Tensor]) -> None:
     for address, storage in storages.items():
         room = block[starts[address] : starts[address] + storage.nbytes()]
         room.copy_(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
-    for tensor in on_host:
+    bases = (tensor._base for tensor in on_host)  # PyTorch's views keep their base, which would keep its old memory
+    for tensor in {id(each): each for each in (*on_host, *bases) if each is not None}.values():
         start = starts.get(tensor.untyped_storage().data_ptr(), 0)
         offset = start // tensor.element_size() + tensor.storage_offset()
         tensor.set_(block.untyped_storage(), offset, tensor.size(), tensor.stride())

@@ -53,6 +53,7 @@ def test_what_is_shared_keeps_its_values_views_and_order(tmp_path):
     rows[1, 0] = -1.0
     assert second_row[0] == -1.0, "views of the same storage still share it"
     assert base[1, 0] == 6.0, "tensors that were not passed are not moved"
+    assert rows._base.is_shared(), "the base of a view would keep the old memory"
     assert all(each.data_ptr() % 64 == 0 for each in (rows, flags))
     place = rows.data_ptr()
     share([rows])
