@@ -1,11 +1,14 @@
 """fedsim and other programs on the same work, side by side: whole runs, rounds, memory and their ratios.
 
     python -m benchmarks.peers setup [NAME ...]
+    python -m benchmarks.peers page
     FEDSIM_DATA=... python -m benchmarks.peers [--workloads w1,w2] [--rivals bare,pfl] [--repeats 3] [--rounds 2]
 
-`setup` creates the rivals' environments in .peers. The programs run in turn as whole processes, which are timed from
-outside and whose memory (PSS of all processes) is sampled. A round is the median over all rounds except the first, with
-the test of the global model. `start_seconds` is what a whole run takes beyond that many such rounds.
+`setup` creates the rivals' environments in .peers, and `page` writes the stored figures into the documentation.
+
+The programs run in turn as whole processes, which are timed from outside and whose memory (PSS of all processes) is
+sampled. A round is the median over all rounds except the first, with the test of the global model. `start_seconds` is
+what a whole run takes beyond that many such rounds.
 
 All programs get the same initial model, data in memory (fedsim loads the data set itself), cohorts and batches. Each
 must train as many samples and steps, test on all test samples, and reach fedsim's accuracy up to 0.03. A program that
@@ -16,11 +19,14 @@ not gets no figures, and the command fails.
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
 import subprocess
 import sys
+import textwrap
 from typing import Any
 
-from common import report
+from common import RESULTS, ROOT, report
 from workloads import PUBLISHED
 from workloads import WORKLOADS as OWN
 
@@ -28,6 +34,13 @@ from benchmarks.peers.compare import DifferentWorkError, Figures, measure
 from benchmarks.peers.rivals import RIVALS, is_ready, set_up
 
 WORKLOADS = OWN | PUBLISHED
+FILE = RESULTS / "peers-cpu.json"
+PAGE = ROOT / "docs" / "explanation" / "performance.md"
+ROWS = {  # of the page: label, and for fedsim key, factor and format; for the others the ratio
+    "whole run": ("run_seconds", 1, "{:.1f} s"),
+    "round": ("round_seconds", 1, "{:.2f} s"),
+    "memory": ("peak_mb", 0.001, "{:.2f} GB"),
+}
 COLUMNS = {  # of the printed table: key of the figures and format
     **{"round_seconds": "{:.3f} s", "round_over_fedsim": "{:.2f}", "round_over_bare": "{:.2f}"},
     **{"run_seconds": "{:.2f} s", "run_over_fedsim": "{:.2f}", "run_over_bare": "{:.2f}", "start_seconds": "{:.2f} s"},
@@ -56,6 +69,36 @@ def best_rival(programs: dict[str, Figures]) -> dict[str, Any]:
             name = min(rivals, key=lambda rival: rivals[rival][key])
             best[key] = {"rival": name, "ratio": rivals[name][key]}
     return best
+
+
+def markdown(stored: dict[str, Any]) -> str:
+    """Return the table of the page about performance, with a comment that names the figures for tests/documents."""
+    names = ["fedsim", *stored["versions"]]
+    day = datetime.date.fromisoformat(stored["date"])
+    lines = [f"Measured on {day.day} {day:%B} ({stored['machine']}):", ""]
+    lines += ["| |" + "|".join(names) + "|", "|---" * (len(names) + 1) + "|"]
+    keys: list[str] = []
+    for workload in (name for name in WORKLOADS if name in stored):
+        for label, (value, factor, form) in ROWS.items():
+            cells = []
+            for name in names:
+                figures = stored[workload].get(name, {"error": "not measured"})
+                key, times = (value, factor) if name == "fedsim" else (f"{value.rpartition('_')[0]}_over_fedsim", 1)
+                cells.append(
+                    "-" if "error" in figures else (form if name == "fedsim" else "{:.2f}").format(times * figures[key])
+                )
+                if "error" not in figures:
+                    keys.append(f"{workload}/{name}/{key}" + (f" * {times}" if times != 1 else ""))
+            lines.append(f"|{workload}, {label}|" + "|".join(cells) + "|")
+    comment = f"<!-- figures: {FILE.name}: {'; '.join(keys)} -->"
+    return "\n".join([*lines, "", *textwrap.wrap(comment, 140, break_long_words=False, break_on_hyphens=False)])
+
+
+def write_page() -> None:
+    """Write the table into the page, between two comments."""
+    before, start, rest = PAGE.read_text().partition("<!-- peers -->\n")
+    _, end, after = rest.partition("<!-- end of peers -->\n")
+    PAGE.write_text(f"{before}{start}\n{markdown(json.loads(FILE.read_text()))}\n\n{end}{after}")
 
 
 def options_of(words: list[str] | None = None) -> argparse.Namespace:
@@ -88,6 +131,9 @@ def set_up_rivals(names: list[str]) -> None:
 def main() -> None:
     if sys.argv[1:2] == ["setup"]:
         set_up_rivals(sys.argv[2:])
+        return
+    if sys.argv[1:] == ["page"]:
+        write_page()
         return
     options = options_of()
     workloads: dict[str, dict[str, Figures]] = {}

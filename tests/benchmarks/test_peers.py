@@ -188,3 +188,17 @@ def test_options_that_cannot_be_measured_are_refused(words, message, monkeypatch
     with pytest.raises(SystemExit):
         program.options_of(["--rivals", "bare", *words])
     assert message in capsys.readouterr().err
+
+
+def test_the_table_of_the_page_names_its_figures():
+    def figures(ratio):
+        return {"run_seconds": 6.0, "round_seconds": 1.5, "peak_mb": 457.0} | {
+            f"{key}_over_fedsim": ratio for key in ("run", "round", "peak")
+        }
+
+    programs = {"fedsim": figures(1.0), "bare": figures(2.5), "pfl": {"error": "pfl failed: no port"}}
+    stored = {"versions": {"bare": [], "pfl": []}, "date": "2026-11-29", "machine": "CPU, 2 cores", "w1": programs}
+    first, *_, last, _, comment = program.markdown(stored).splitlines()[:-1]
+    assert first == "Measured on 29 November (CPU, 2 cores):"
+    assert last == "|w1, memory|0.46 GB|2.50|-|"
+    assert comment.startswith("<!-- figures: peers-cpu.json: w1/fedsim/run_seconds; w1/bare/run_over_fedsim;")

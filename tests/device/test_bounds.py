@@ -1,4 +1,4 @@
-"""Kernel launches and host waits of small versions of the workloads in benchmarks/cross_device.py.
+"""Kernel launches and host waits of small versions of the workloads in benchmarks/workloads.py.
 
 The bounds may only decrease. Counted is a round after the first one, in which graphs are captured. The cost of a step
 is the difference between rounds of few and of many steps; the rest is the cost of the round. Both numbers of steps are

@@ -34,12 +34,11 @@ def test_the_sentences_count_and_compare_the_stored_figures():
     gpu = " ".join(gpu.split())
     for way in ("jax", "batched"):
         assert "figures/({}|{}), {}/first_round_ms".format(*extremes(way), way) in gpu
-    for shape in ("20 x 21840", "100 x 1663370"):
-        ms, byzfl_ms = (FIGURES[f"rules, {shape}"][key] for key in ("ms", "byzfl_ms"))
-        ratios = {name: ms[name] / byzfl_ms[name] for name in byzfl_ms}
-        worst = max(ratios, key=ratios.get)
-        assert f"{sum(ratio > 1 for ratio in ratios.values())} of {len(ratios)} rules" in gpu
-        assert f"(at most {ratios[worst]:.1f} times, `{worst}`)" in gpu
+    ms, byzfl_ms = (FIGURES["rules, 20 x 21840"][key] for key in ("ms", "byzfl_ms"))
+    ratios = {name: ms[name] / byzfl_ms[name] for name in byzfl_ms}
+    worst = max(ratios, key=ratios.get)
+    assert f"{sum(ratio > 1 for ratio in ratios.values())} of {len(ratios)} rules" in gpu
+    assert f"(at most {ratios[worst]:.1f} times, `{worst}`)" in gpu
     faster = [w for w in WORKLOADS if FIGURES[f"{w}, jax"]["round_ms"] < FIGURES[f"{w}, batched"]["round_ms"]]
     assert f"The JAX program is faster than fedsim on {' and '.join(faster)}." in gpu
 
