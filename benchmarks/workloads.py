@@ -21,10 +21,10 @@ from __future__ import annotations
 
 WORKLOADS = {
     "w1": ("experiments/mnist_sync_sgd.toml",),
-    "w2": ("experiments/fedavg_cnn.toml", "rounds=5", "local.epochs=1"),
-    "w3": ("experiments/fedavg_2nn.toml", "rounds=20", "workers=1000", "cohort=100"),
+    "w2": ("experiments/fedavg_cnn.toml", "rounds=2", "local.epochs=1"),
+    "w3": ("experiments/fedavg_2nn.toml", "rounds=10", "workers=1000", "cohort=100"),
     "w4": (
-        *("experiments/fedavg_2nn.toml", "rounds=10", "workers=1000", "cohort=50"),
+        *("experiments/fedavg_2nn.toml", "rounds=3", "workers=1000", "cohort=50"),
         *("model=benchmarks.peers.networks:ImageNet", "data.name=benchmarks.image_classification:images"),
     ),
 }

@@ -109,7 +109,7 @@ def options_of(words: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(
             f"--{name}", default=list(values), type=lambda text: text.split(","), help="comma-separated; default: all"
         )
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--rounds", type=int, help="number of rounds for a trial, whose figures are not stored")
     options = parser.parse_args(words)
     for name, values in (("workloads", WORKLOADS), ("rivals", RIVALS)):

@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from watching import watch
 
 from benchmarks.peers.export import without_fedsim, work_of
 from benchmarks.peers.rivals import RIVALS, command_of
-from benchmarks.peers.work import Result, State, Work
+from benchmarks.peers.work import CORES, Result, State, Work
 from fedsim import load_experiment
 
 SHARE = 0.02  # of one core's time for samples of the memory
@@ -174,9 +175,12 @@ def measure(words: Sequence[str], rivals: Sequence[str], repeats: int) -> dict[s
         experiment = load_experiment(few[0], few[1:])
         torch.save(work := few_samples(work_of(experiment, make=without_fedsim(experiment))), path)
         state = run_command(*few).state
-        for name in [name for name in rivals if name not in errors and RIVALS[name].same_batches]:
+        names = [name for name in rivals if name not in errors and RIVALS[name].same_batches]
+        with ThreadPoolExecutor(CORES) as pool:
+            checks = {name: pool.submit(check_model, name, path, work, state) for name in names}
+        for name, check in checks.items():
             try:
-                more[name] = {"difference_over_move": check_model(name, path, work, state)}
+                more[name] = {"difference_over_move": check.result()}
             except DifferentWorkError as error:
                 errors[name] = str(error)
     correct = {name: runs[name] for name in runs if name not in errors}
