@@ -24,7 +24,7 @@ WORKLOADS = {
     "w2": ("experiments/fedavg_cnn.toml", "rounds=2", "local.epochs=1"),
     "w3": ("experiments/fedavg_2nn.toml", "rounds=10", "workers=1000", "cohort=100"),
     "w4": (
-        *("experiments/fedavg_2nn.toml", "rounds=3", "workers=1000", "cohort=50"),
+        *("experiments/fedavg_2nn.toml", "rounds=4", "workers=1000", "cohort=50"),
         *("model=benchmarks.peers.networks:ImageNet", "data.name=benchmarks.image_classification:images"),
     ),
 }
