@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.peers.work import Log, Result, load, main
+from benchmarks.peers.work import CORES, Log, Result, load, main
 
 
 def program(path: str) -> Result:
@@ -35,41 +35,40 @@ def program(path: str) -> Result:
         content = {"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord(counts)}
         return Message(content=RecordDict(content), reply_to=message)
 
-    class Cohorts(FedAvg):
-        """FedAvg that tells each sampled node which client it is, and counts the steps."""
-
-        def configure_train(self, server_round: int, arrays: ArrayRecord, *others: Any) -> list[Message]:
-            messages = list(super().configure_train(server_round, arrays, *others))
-            for slot, (client, message) in enumerate(zip(work.cohorts[server_round - 1], messages, strict=True)):
-                config = ConfigRecord({"round": server_round - 1, "slot": slot, "client": client})
-                message.content = RecordDict({"arrays": arrays, "config": config})
-            return messages
-
-        def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
-            replies = list(replies)
-            log.samples += sum(reply.content["metrics"]["samples"] for reply in replies)
-            log.steps += sum(reply.content["metrics"]["steps"] for reply in replies)
-            return super().aggregate_train(server_round, replies)
-
-    work = load(path, shared=True)
-    model, log = work.model(), Log()
-
-    def test(server_round: int, arrays: ArrayRecord) -> None:
-        if server_round:  # no test before the first round
-            model.load_state_dict(arrays.to_torch_state_dict())
-            log.end_round(work.accuracy(model), model.state_dict())
-
     @server_app.main()
     def serve(grid: Grid, context: Context) -> None:
-        nonlocal log
+        work = load(path, shared=True)
+        torch.set_num_threads(CORES)  # during a test, the clients' processes wait
+        model, log = work.model(), Log()
+
+        class Cohorts(FedAvg):
+            """FedAvg that tells each sampled node which client it is, and counts the steps."""
+
+            def configure_train(self, server_round: int, arrays: ArrayRecord, *others: Any) -> list[Message]:
+                messages = list(super().configure_train(server_round, arrays, *others))
+                for slot, (client, message) in enumerate(zip(work.cohorts[server_round - 1], messages, strict=True)):
+                    config = ConfigRecord({"round": server_round - 1, "slot": slot, "client": client})
+                    message.content = RecordDict({"arrays": arrays, "config": config})
+                return messages
+
+            def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+                replies = list(replies)
+                log.samples += sum(reply.content["metrics"]["samples"] for reply in replies)
+                log.steps += sum(reply.content["metrics"]["steps"] for reply in replies)
+                return super().aggregate_train(server_round, replies)
+
+        def test(server_round: int, arrays: ArrayRecord) -> None:
+            if server_round:  # no test before the first round
+                model.load_state_dict(arrays.to_torch_state_dict())
+                log.end_round(work.accuracy(model), model.state_dict())
+
         sizes = {"min_train_nodes": len(work.cohorts[0]), "min_available_nodes": len(work.shards)}
         strategy = Cohorts(1e-9, 0.0, **sizes, weighted_by_key="weight")
-        log = Log()
         strategy.start(grid, ArrayRecord(work.state), len(work.cohorts), evaluate_fn=test)
         results.append(log.result(model.state_dict()))
 
     resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
-    run_simulation(server_app, client_app, len(work.shards), backend_config=resources)
+    run_simulation(server_app, client_app, len(load(path, shared=True).shards), backend_config=resources)
     return results[0]
 
 
