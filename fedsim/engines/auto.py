@@ -1,10 +1,10 @@
 """The engine `auto`, which chooses how workers are trained and, given the number of cores, in how many processes.
 
 1. How: workers are trained in stacks if a trial shows that the model can be stacked. On a CPU, the cohort must also
-   fill at least two stacks of `SMALLEST_STACK` workers, a batch must have at most `LARGEST_BATCH` samples, and the
-   activations must fit in cache. A stack rounds differently than single workers, so this choice depends only on the
-   experiment, and not on cores, processes or free memory. On a GPU, the width of a stack also depends on the total
-   memory of the GPU.
+   fill at least two stacks of `SMALLEST_STACK` workers, a batch must have at most `LARGEST_BATCH` samples, the
+   activations must fit in cache, and workers must not differ too much in their numbers of steps. A stack rounds
+   differently than single workers, so this choice depends only on the experiment, and not on cores, processes or free
+   memory. On a GPU, the width of a stack also depends on the total memory of the GPU.
 2. In how many processes: on a CPU, the engine uses as many processes as the cores and the cohort allow, or only one
    process if starting them would take longer than they save. The time is estimated from the numbers of steps, bytes and
    floating-point operations. On an accelerator, the engine always uses one process, because several processes would not
@@ -19,6 +19,7 @@ import contextlib
 import warnings
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,6 +41,7 @@ LARGEST_BATCH = 100  # samples; with larger batches, stacks were never faster th
 SMALLEST_STACK = 4  # workers; with fewer, a stack saves too little of the fixed cost per step
 SMALLEST_COHORT = 2 * SMALLEST_STACK  # workers; with fewer, two processes that train single workers are as fast
 ACTIVATION_BYTES = 7.5e5  # maximum for one worker's batch in float32; with more, a stack does not fit in cache
+LEAST_FILLED = 0.55  # minimum share of a stack's steps that its workers take; with less, workers alone are faster
 MATRIX_SHARE = 1.3  # bytes added to this maximum per byte of linear layers, whose gradients a stack does not write
 
 FORK_SECONDS, SPAWN_SECONDS = 0.3, 3.0  # start-up time of processes; they must save more than this
@@ -96,7 +98,20 @@ def probe_if_stacks_pay(task: RunTask, shared: SharedState) -> tuple[StackingPro
     spared = probe.matrix_bytes if "parameters" in task.syncs else 0
     if on_cpu and batch * probe.sample_bytes > ACTIVATION_BYTES + MATRIX_SHARE * spared:
         return None, f"the activations of a batch are too large ({batch * probe.sample_bytes / 1e6:.1f} MB)"
+    if on_cpu and "parameters" in task.syncs and (filled := share_of_steps(task, shared)) < LEAST_FILLED:
+        return None, f"workers differ in their number of steps, so stacks would be filled to {100 * filled:.0f} percent"
     return probe, None
+
+
+def share_of_steps(task: RunTask, shared: SharedState) -> float:
+    """Estimate which share of the steps of two stacks is taken if workers with fewer steps wait for the longest one.
+
+    The longest worker of the first stack is that of the cohort, and the longest one of the second stack is the median.
+    """
+    steps, cohort = np.sort(steps_of_workers(task, shared)[0]), shared.cohort.size
+    ranks = np.arange(len(steps) + 1) / len(steps)
+    longest = steps.max() if cohort == len(shared.data.shards) else steps @ np.diff(ranks**cohort)  # expected maximum
+    return float(2 * steps.mean() / (longest + np.median(steps))) if longest else 1.0
 
 
 def seconds_saved(task: RunTask, shared: SharedState, processes: int, *, stacked: bool) -> float:
@@ -116,15 +131,20 @@ def seconds_saved(task: RunTask, shared: SharedState, processes: int, *, stacked
 
 def work_of_a_round(task: RunTask, shared: SharedState) -> tuple[float, float]:
     """Estimate (number of training steps, number of training samples) of all workers in one round."""
+    steps, samples = steps_of_workers(task, shared)
+    per_worker = shared.cohort.size / len(steps)
+    return per_worker * sum(steps), per_worker * sum(samples)
+
+
+def steps_of_workers(task: RunTask, shared: SharedState) -> tuple[list[int], list[int]]:
+    """Return the numbers of (training steps, training samples) of at most `WORKERS_SAMPLED` workers in a round."""
     shards = shared.data.shards
     workers = range(0, len(shards), -(-len(shards) // WORKERS_SAMPLED))
     sizes = [shards.size(worker) for worker in workers]
     schedules = [task.schedule.of(worker, 1) for worker in workers]
     steps = [schedule.steps_for(size) for schedule, size in zip(schedules, sizes, strict=True)]
     columns = zip(schedules, steps, sizes, strict=True)
-    samples = sum(schedule.samples_in(count, size) for schedule, count, size in columns if size)
-    per_worker = shared.cohort.size / len(workers)
-    return per_worker * sum(steps), per_worker * samples
+    return steps, [schedule.samples_in(count, size) if size else 0 for schedule, count, size in columns]
 
 
 def flops_of_a_sample(task: RunTask, shared: SharedState) -> float:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -49,6 +50,24 @@ def test_small_batches_of_several_rows_are_stacked_and_others_are_not(tables):
     assert not stacks(tables, workers=7)
     assert not stacks(tables, local={"batch_size": auto.LARGEST_BATCH + 1})
     assert not stacks(tables, batched={"stack_size": 2})
+
+
+def test_workers_that_would_wait_for_one_with_many_steps_are_trained_one_by_one(tables):
+    few_long = {"name": "quantity", "distribution": "lognormal", "sigma": 2.0}
+    assert not stacks(tables, partition=few_long, local={"batch_size": 2})
+    assert stacks(tables, partition=few_long, local={"batch_size": 2, "steps": 3})
+    assert stacks(tables, partition=few_long, local={"batch_size": 2}, sync="gradients")
+
+
+@pytest.mark.parametrize("cohort", [10, 16])
+def test_the_share_of_steps_is_that_of_drawn_cohorts(prepared, cohort):
+    batches, generator = {"local": {"batch_size": 1}}, np.random.default_rng(0)
+    task, shared = prepared("einsum", workers=16, cohort=cohort, partition="quantity", **batches)
+    sizes = [shared.data.shards.size(worker) for worker in range(16)]
+    drawn = sizes if cohort == 16 else generator.choice(sizes, (20_000, cohort))
+    longest = np.max(drawn, axis=-1).mean()
+    expected = 2 * np.mean(sizes) / (longest + np.median(sizes))
+    assert auto.share_of_steps(task, shared) == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize(
