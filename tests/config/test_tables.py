@@ -41,6 +41,5 @@ def test_a_name_may_mean_keys_and_parameters_of_the_default_components():
     assert keys_called(Experiment, "lr") == ["local.lr", "server.lr"]
     assert keys_called(Experiment, "every") == ["worker_evaluation.every", "checkpoint.every"]
     assert keys_called(Experiment, "beta1") == []
-    assert (
-        owners_of(Experiment, "beta_1") == "it may be local.beta1 of adam, adamw or server.beta1 of adam, yogi, adagrad"
-    )
+    owners = "it may be local.beta1 of adam, adamw, muon or server.beta1 of adam, yogi, adagrad"
+    assert owners_of(Experiment, "beta_1") == owners

@@ -19,15 +19,24 @@ CLOCK = {"mode": "clock", "policy": "fedbuff", "clock": {"slowdown": "lognormal"
 
 @pytest.fixture
 def matrices(monkeypatch):
-    """Yield weak references to all allocated row matrices, with the garbage collector switched off."""
-    references, allocate = [], SharedState.allocate.__func__
+    """Yield weak references to all allocated row matrices, with the garbage collector switched off.
+
+    A matrix that is moved to shared memory counts as its new memory.
+    """
+    references, allocate, share = [], SharedState.allocate.__func__, SharedState.share
 
     def noted(cls, *arguments, **options):
         shared = allocate(cls, *arguments, **options)
         references.append(StorageWeakRef(shared.cohort.rows.untyped_storage()))
         return shared
 
+    def moved(shared):
+        share(shared)
+        references[-1] = StorageWeakRef(shared.cohort.rows.untyped_storage())
+        return shared
+
     monkeypatch.setattr(SharedState, "allocate", classmethod(noted))
+    monkeypatch.setattr(SharedState, "share", moved)
     gc.collect()
     gc.disable()
     yield references
