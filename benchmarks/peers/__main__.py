@@ -145,15 +145,15 @@ def main() -> None:
             workloads[name] = measure(words, options.rivals, options.repeats)
         except (DifferentWorkError, subprocess.CalledProcessError) as error:
             workloads[name] = {"fedsim": {"error": str(error)}}
+        report(  # after each workload, so that an interruption keeps those that are measured
+            "peers",
+            keep=options.rounds is None,
+            **workloads,
+            best={name: best_rival(programs) for name, programs in workloads.items()},
+            versions={name: RIVALS[name].requirements for name in options.rivals},
+            repeats=options.repeats,
+        )
         print(table(workloads), flush=True)
-    report(
-        "peers",
-        keep=options.rounds is None,
-        **workloads,
-        best={name: best_rival(programs) for name, programs in workloads.items()},
-        versions={name: RIVALS[name].requirements for name in options.rivals},
-        repeats=options.repeats,
-    )
     errors = [each["error"] for programs in workloads.values() for each in programs.values() if "error" in each]
     sys.exit("\n".join(errors) or None)
 
