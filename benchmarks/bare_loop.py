@@ -1,4 +1,4 @@
-"""The floor: an experiment as a bare loop in plain PyTorch (peers/bare.py), on any device.
+"""An experiment as a bare loop in plain PyTorch (peers/bare.py) on any device, the baseline of several benchmarks.
 
 Initial model, cohorts and batches equal those of fedsim, but PyTorch draws the dropout. After a round without dropout
 both have the same global row up to rounding. Long training amplifies the rounding differences in float32, while they

@@ -61,7 +61,7 @@ def table(workloads: dict[str, dict[str, Figures]]) -> str:
 
 
 def best_rival(programs: dict[str, Figures]) -> dict[str, Any]:
-    """Return the shortest round and the shortest whole run of the rivals except the bare loop, relative to fedsim."""
+    """Return the best rival in rounds, whole runs and memory, apart from the bare loop, and its ratio to fedsim."""
     rivals = {name: each for name, each in programs.items() if name not in ("fedsim", "bare") and "error" not in each}
     best = {}
     for key in ("round_over_fedsim", "run_over_fedsim", "peak_over_fedsim"):
@@ -80,22 +80,20 @@ def markdown(stored: dict[str, Any]) -> str:
     keys: list[str] = []
     for workload in (name for name in WORKLOADS if name in stored):
         for label, (value, factor, form) in ROWS.items():
-            cells = []
-            for name in names:
-                figures = stored[workload].get(name, {"error": "not measured"})
-                key, times = (value, factor) if name == "fedsim" else (f"{value.rpartition('_')[0]}_over_fedsim", 1)
-                cells.append(
-                    "-" if "error" in figures else (form if name == "fedsim" else "{:.2f}").format(times * figures[key])
-                )
-                if "error" not in figures:
-                    keys.append(f"{workload}/{name}/{key}" + (f" * {times}" if times != 1 else ""))
-            lines.append(f"|{workload}, {label}|" + "|".join(cells) + "|")
+            ratio, programs = f"{value.rpartition('_')[0]}_over_fedsim", stored[workload]
+            measured = [name for name in names[1:] if ratio in programs.get(name, {})]
+            cells = [f"{programs[name][ratio]:.2f}" if name in measured else "-" for name in names[1:]]
+            lines.append(
+                "|".join(["", f"{workload}, {label}", form.format(factor * programs["fedsim"][value]), *cells, ""])
+            )
+            keys.append(f"{workload}/fedsim/{value}" + (f" * {factor}" if factor != 1 else ""))
+            keys += [f"{workload}/({'|'.join(measured)})/{ratio}"] if measured else []
     comment = f"<!-- figures: {FILE.name}: {'; '.join(keys)} -->"
     return "\n".join([*lines, "", *textwrap.wrap(comment, 140, break_long_words=False, break_on_hyphens=False)])
 
 
 def write_page() -> None:
-    """Write the table into the page, between two comments."""
+    """Replace the table in the page, which stands between two comments."""
     before, start, rest = PAGE.read_text().partition("<!-- peers -->\n")
     _, end, after = rest.partition("<!-- end of peers -->\n")
     PAGE.write_text(f"{before}{start}\n{markdown(json.loads(FILE.read_text()))}\n\n{end}{after}")

@@ -147,7 +147,7 @@ def check_model(name: str, path: Path, work: Work, ours: State) -> float:
 
 
 def measure(words: Sequence[str], rivals: Sequence[str], repeats: int) -> dict[str, Figures]:
-    """Return the figures of fedsim and of each rival. A rival that fails has an error instead.
+    """Return the figures of fedsim and of each rival by name, or {"error": reason} for a rival that fails.
 
     Raises DifferentWorkError or CalledProcessError if fedsim fails.
     """

@@ -77,7 +77,7 @@ class Work(NamedTuple):
 
     @torch.no_grad()
     def right_answers(self, model: nn.Module) -> Tensor:
-        """Return the number of test targets that the model predicts, int64 []."""
+        """Return the number of correct predictions on the test samples, int64 []."""
         model.eval()
         tests = zip(self.test_inputs.split(TEST_BATCH), self.test_targets.split(TEST_BATCH), strict=True)
         return torch.stack([(model(inputs).argmax(-1) == targets).sum() for inputs, targets in tests]).sum()

@@ -173,7 +173,7 @@ class Combination:
         return True
 
     def combine(self, server: AsyncServer, vectors: Tensor, workers: Sequence[int], **more: Any) -> Tensor:
-        """Return the result [d] of the rule for the vectors [k, d] of `workers`.
+        """Apply the rule to the vectors [k, d] that `workers` have sent, and return its result [d].
 
         `more` are further inputs of the rule, by name.
         """

@@ -376,8 +376,8 @@ class Fragments(Table):
     """
 
     count: PositiveCount = 1
-    """Number of fragments of about equal size, which consist of consecutive parameter tensors. `local.steps` is the
-    number of steps between two synchronizations, so a fragment is synchronized every `count` x `local.steps` steps."""
+    """Number of fragments. Each consists of consecutive parameter tensors, and all have about equal sizes. One fragment
+    is synchronized every `local.steps` steps, and the same one again after `count` x `local.steps` steps."""
     delay: Count = 0
     """Number of steps of the next round after which workers receive the new fragment. They communicate meanwhile."""
     mixing: FractionBelowOne = 0.0
@@ -422,7 +422,7 @@ class Local(ComponentTable):
     keep_optimizer_state: bool = False
     """Whether a worker keeps the state of its client algorithm (momentum, ...) between its rounds."""
     fragments: Fragments = Fragments()
-    """Fragments of the model that are synchronized in turn, and when workers receive them."""
+    """Synchronization of the model in fragments, one in each round (Streaming DiLoCo)."""
     schedule: LocalSchedule = LocalSchedule()
     """Schedule of the parameter `lr` of the client algorithm. It multiplies rates that differ between workers."""
 

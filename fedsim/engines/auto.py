@@ -104,9 +104,10 @@ def probe_if_stacks_pay(task: RunTask, shared: SharedState) -> tuple[StackingPro
 
 
 def share_of_steps(task: RunTask, shared: SharedState) -> float:
-    """Estimate which share of the steps of two stacks is taken if workers with fewer steps wait for the longest one.
+    """Estimate the mean number of steps of a worker, divided by that of the stack in which it is trained.
 
-    The longest worker of the first stack is that of the cohort, and the longest one of the second stack is the median.
+    A stack takes as many steps as its longest worker. The estimate is for two stacks of workers sorted by their steps:
+    the longest worker of the cohort is in the first stack, and that of the second stack has the median number of steps.
     """
     steps, cohort = np.sort(steps_of_workers(task, shared)[0]), shared.cohort.size
     ranks = np.arange(len(steps) + 1) / len(steps)

@@ -30,7 +30,7 @@ WRONG = ("fails", "takes smaller steps")
 
 @pytest.fixture(autouse=True)
 def threads():
-    """Restore the number of threads, which programs set to one."""
+    """Restore PyTorch's number of threads, because the tested programs set it to 1."""
     count = torch.get_num_threads()
     yield
     torch.set_num_threads(count)
@@ -204,4 +204,4 @@ def test_the_table_of_the_page_names_its_figures():
     first, *_, last, _, comment = program.markdown(stored).splitlines()[:-1]
     assert first == "Measured on 29 November (CPU, 2 cores):"
     assert last == "|w1, memory|0.46 GB|2.50|-|"
-    assert comment.startswith("<!-- figures: peers-cpu.json: w1/fedsim/run_seconds; w1/bare/run_over_fedsim;")
+    assert comment.startswith("<!-- figures: peers-cpu.json: w1/fedsim/run_seconds; w1/(bare)/run_over_fedsim;")

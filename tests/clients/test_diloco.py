@@ -127,7 +127,7 @@ def test_workers_send_and_receive_one_fragment_in_each_round(count, delay, proce
 
 
 def test_communication_hides_behind_the_delay_on_the_virtual_clock():
-    """A worker computes for `delay` seconds while a fragment travels."""
+    """While a fragment is sent and received, a worker trains for `delay` seconds."""
     clock = {"mode": "clock", "clock": {"latency": 1.0, "bandwidth": 8.0 * SIZES[0]}}
     times = {}
     for delay in (0, 1, 4):
@@ -152,7 +152,7 @@ def test_a_resumed_run_is_bit_identical(fragments, tmp_path):
 
 
 def test_error_feedback_keeps_one_residual_for_each_fragment():
-    """With a compressor that sends nothing new, the residual of a fragment is added when the fragment is sent again."""
+    """In a round that sends the other fragment, the residual of the first one is not added."""
     half = {"name": "tests.processing.test_processing:half", "error_feedback": True}
     whole, halved = (fedsim.run(experiment(fragments={"count": 2}, rounds=2, processors=p)) for p in ([], [half]))
     start = fedsim.run(experiment(rounds=1, server={"name": "sgd", "lr": 0.0})).global_row

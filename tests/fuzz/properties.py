@@ -151,7 +151,7 @@ def _moves(lab: Lab, settings: Settings, apart: float) -> bool:
 
 
 class Perturbed(fedsim.Callback):
-    """Callback that perturbs the parameters of the initial models by a relative amount of about 1e-12.
+    """Callback that changes each initial parameter by a random relative amount of about 1e-12.
 
     On a graph, each worker has an initial model of its own, which is perturbed differently.
     """
