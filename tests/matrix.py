@@ -1,8 +1,24 @@
-"""Matrices of test cases of which only a part runs by default."""
+"""Matrices of test cases of which only a part runs by default, and cases that some CPUs cannot compute."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
+
+
+def _computes_bf16_lstm():
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            nn.LSTM(1, 1)(torch.zeros(1, 1, 1))
+    except RuntimeError:
+        return False
+    return True
+
+
+needs_bf16_lstm = pytest.mark.skipif(
+    not _computes_bf16_lstm(), reason="oneDNN has no LSTM in bfloat16 for this CPU, which lacks AVX-512"
+)
 
 
 def in_turn(names, firsts, seconds):

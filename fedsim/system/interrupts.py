@@ -78,8 +78,14 @@ def _raise_once(number: int, frame: object) -> None:
 
 
 def _interruption_behind(error: BaseException | None) -> BaseException | None:
-    """Return the KeyboardInterrupt or Terminated that a library wrapped in `error`, as pydantic does; None if none."""
+    """Return the KeyboardInterrupt or Terminated that a library wrapped in `error`, as pydantic does; None if none.
+
+    Of an exception in a nested serializer, pydantic keeps only the name, in its own message.
+    """
     while error is not None and not isinstance(error, (KeyboardInterrupt, Terminated)):
+        for kind in (KeyboardInterrupt, Terminated):
+            if _first is not None and f": {kind.__name__}" in str(error):
+                return kind()
         error = error.__cause__ or error.__context__
     return error
 

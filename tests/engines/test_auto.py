@@ -19,6 +19,7 @@ from fedsim.training.probe import StackingProbe
 from fedsim.training.stacked import StackTrainer
 from tests.engines.in_process import InProcessPool
 from tests.engines.zoo import experiment
+from tests.matrix import needs_bf16_lstm
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def test_activations_may_be_larger_where_a_stack_writes_no_gradients_of_linear_l
     ("kind", "precision", "values"),
     [
         ("LSTM", "float64", 3 * 8),  # the last layer; not the embedding [20, 8] and the weights of the LSTM
-        ("LSTM", "bf16", 0),
+        pytest.param("LSTM", "bf16", 0, marks=needs_bf16_lstm),
         ("tied", "float64", 3 * 20),  # not the matrix that is both an embedding and a linear layer
         ("buffers", "float64", 0),  # by torch.func.vmap, which computes all gradients
     ],

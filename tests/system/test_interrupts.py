@@ -60,9 +60,18 @@ class Dumped(pydantic.BaseModel):
         signal.raise_signal(signal.SIGINT)
 
 
-def test_an_interruption_that_pydantic_wraps_is_raised():
+class Nested(pydantic.BaseModel):
+    table: Dumped = Dumped()
+
+    @pydantic.model_serializer(mode="wrap")
+    def _unchanged(self, handler):
+        return handler(self)
+
+
+@pytest.mark.parametrize("model", [Dumped(), Nested()])
+def test_an_interruption_that_pydantic_wraps_is_raised(model):
     with pytest.raises(KeyboardInterrupt), signals_as_exceptions():
-        Dumped().model_dump()
+        model.model_dump()
     with pytest.raises(ValueError, match="its own"), signals_as_exceptions():
         raise ValueError("its own")
 

@@ -155,4 +155,6 @@ def test_turned_kernels_save_what_an_ordinary_convolution_saves(autocast):
     assert sizes == usual
     assert turned.dtype == (torch.bfloat16 if autocast else torch.float32)
     assert torch.equal(turned, grouped)
-    torch.testing.assert_close(gradients, expected, rtol=0, atol=0.1 if autocast else 1e-5)
+    # Two roundings of bfloat16 at most, whose kernels differ between CPUs.
+    tolerance = {"rtol": 2**-6, "atol": 0.1} if autocast else {"rtol": 0, "atol": 1e-5}
+    torch.testing.assert_close(gradients, expected, **tolerance)
