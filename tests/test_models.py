@@ -13,6 +13,7 @@ from fedsim.models import (
     CharLSTM,
     Net,
     cnn,
+    cnn_dropout,
     linear,
     logistic,
     mlp,
@@ -30,7 +31,8 @@ from fedsim.runs.setup import begun
 @pytest.mark.parametrize(
     ("factory", "parameters"),
     [
-        *[(Net, 21_840), (cnn, 1_663_370), (two_nn, 199_210), (mlp, 199_210), (two_nn_bn, 200_010), (logistic, 7_850)],
+        *[(Net, 21_840), (cnn, 1_663_370), (cnn_dropout, 1_199_882), (two_nn, 199_210)],
+        *[(mlp, 199_210), (two_nn_bn, 200_010), (logistic, 7_850)],
         *[(linear, 785), (CharLSTM, 820_522), (resnet20, 269_722), (resnet32, 464_154), (resnet56, 853_018)],
     ],
 )

@@ -7,7 +7,7 @@ whatever the learning task expects. The parameters of the factory are its config
 
 from fedsim.models import from_torchvision  # noqa: F401  (registers the family torchvision:NAME)
 from fedsim.models.base import model
-from fedsim.models.classic import Net, cnn, linear, logistic, mlp, two_nn, two_nn_bn
+from fedsim.models.classic import Net, cnn, cnn_dropout, linear, logistic, mlp, two_nn, two_nn_bn
 from fedsim.models.resnet import resnet20, resnet32, resnet56
 from fedsim.models.text import GPT, CharLSTM
 
@@ -16,6 +16,7 @@ __all__ = [
     "CharLSTM",
     "Net",
     "cnn",
+    "cnn_dropout",
     "linear",
     "logistic",
     "mlp",
