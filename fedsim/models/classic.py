@@ -97,11 +97,7 @@ def cnn(
 
 @model("cnn_dropout", stacked="merged")
 def cnn_dropout(
-    *,
-    channels: PositiveInt = 1,
-    classes: PositiveInt = 10,
-    size: PositiveInt = 28,
-    dropout: FractionBelowOne = 0.5,
+    *, channels: PositiveInt = 1, classes: PositiveInt = 10, size: PositiveInt = 28, dropout: FractionBelowOne = 0.5
 ) -> nn.Module:
     """Convolutional network with dropout of TensorFlow Federated and pfl: 1,199,882 parameters on MNIST.
 

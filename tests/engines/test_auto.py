@@ -61,14 +61,14 @@ def test_workers_that_would_wait_for_one_with_many_steps_are_trained_one_by_one(
 
 
 @pytest.mark.parametrize("cohort", [10, 16])
-def test_the_share_of_steps_is_that_of_drawn_cohorts(prepared, cohort):
+def test_the_share_of_steps_is_about_that_of_drawn_cohorts(prepared, cohort):
     batches, generator = {"local": {"batch_size": 1}}, np.random.default_rng(0)
     task, shared = prepared("einsum", workers=16, cohort=cohort, partition="quantity", **batches)
     sizes = [shared.data.shards.size(worker) for worker in range(16)]
     drawn = sizes if cohort == 16 else generator.choice(sizes, (20_000, cohort))
     longest = np.max(drawn, axis=-1).mean()
     expected = 2 * np.mean(sizes) / (longest + np.median(sizes))
-    assert auto.share_of_steps(task, shared) == pytest.approx(expected, rel=0.01)
+    assert auto.share_of_steps(task, shared) == pytest.approx(expected, rel=0.03)
 
 
 @pytest.mark.parametrize(
