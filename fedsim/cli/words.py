@@ -111,7 +111,8 @@ def _refuse_spaces(words: list[str]) -> None:
             if apart and f"={apart[2]}" in (hint := key_hint(*apart.groups())):
                 raise ExperimentError(f"{show(apart[0])}: {hint}, without spaces")
             if is_plain and (hint := key_hint(word)):
-                raise ExperimentError(f"{word}: expected key=value; {hint}")
+                hints = [hint, *(name for name in experiments() if name.endswith(f"/{word}"))]
+                raise ExperimentError(f"{word}: expected key=value; {' or '.join(hints)}")
         if whole := re.match(r"(\S+=)?[\[{](\S*[^]}\s])? .*[]}]", " ".join(rest)):
             raise ExperimentError(f"{cut(whole[0])}: contains spaces; put the word in quotes, as in '{cut(whole[0])}'")
 
