@@ -50,6 +50,26 @@ KINDS = {  # page title of each kind of component
     "hooks": "Communication hooks",
     "loggers": "Loggers",
 }
+SOURCES = {  # files and folders that pages link to, as a code host does not show the reference; their reference page
+    "fedsim/__init__.py": "python.md",
+    "fedsim/aggregation/rules": "rules.md",
+    "fedsim/asynchronous/policies": "policies.md",
+    "fedsim/asynchronous/policies/topologies.py": "topologies.md",
+    "fedsim/byzantine": "attacks.md",
+    "fedsim/cli/main.py": "command-line.md",
+    "fedsim/clients": "client-algorithms.md",
+    "fedsim/clients/algorithm.py": "client-algorithms.md#methods-of-a-client-algorithm",
+    "fedsim/config/schema.py": "experiment.md",
+    "fedsim/core/metrics.py": "metrics.md",
+    "fedsim/core/rows.py": "python.md#where-a-run-uses-these-names",
+    "fedsim/data/partitions": "partitions.md",
+    "fedsim/privacy/mechanisms.py": "privacy.md",
+    "fedsim/processing/compressors.py": "processors.md",
+    "fedsim/records/history.py": "run-folder.md",
+    "fedsim/server/cohort.py": "sampling.md",
+    "fedsim/server/optimizer.py": "server-optimizers.md",
+}
+SOURCE_LINK = re.compile(r"\]\(\.\./((?:\.\./)*)(fedsim/[^)#]*)\)")  # from a page of docs/ to a source file or folder
 ROUND = "worker_state server_state message send start start_round step step_rows finish receive"  # in order
 IN_A_RUN = re.compile(r"\*\*In a run\*\*: `(fedsim[\w.]+)`")  # in docstrings: a function that uses the described name
 NAMED = re.compile(r"`(fedsim(?:\.[a-z_]+)*\.[A-Z_a-z]\w*(?:\.\w+)?)`")  # names of functions and classes
@@ -295,8 +315,10 @@ def on_files(files: Any, config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """mkdocs hook: add pictures of components, and link names on the architecture page to their source code."""
+    """mkdocs hook: add pictures of components, and link to the reference and to source code."""
     from mkdocs.structure.files import File
+
+    markdown = SOURCE_LINK.sub(_link_to_reference, markdown)
 
     folder, _, name = page.file.src_uri.removesuffix(".md").rpartition("/")
     if page.file.src_uri == "explanation/architecture.md":
@@ -309,6 +331,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             addresses[registration.name] = f"{name}-{registration.name}.svg"
             files.append(File.generated(config, f"reference/{addresses[registration.name]}", content=picture))
     return component_page(name, addresses)
+
+
+def _link_to_reference(link: re.Match[str]) -> str:
+    """Return the link to the reference page of a source, or the link itself if there is none."""
+    return f"]({link[1]}reference/{SOURCES[link[2]]})" if link[2] in SOURCES else link[0]
 
 
 def on_config(config: Any) -> None:

@@ -24,14 +24,12 @@ DOCS = ROOT / "docs"
 FETCHED = re.compile(
     r"""<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=["']?(?:https?:)?//|@import|url\(["']?(?:https?:)?//"""
 )
-TABLE_RULE = re.compile(r"[|:-]+")  # between the cells of a table
-COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 
 sys.path.append(str(DOCS / "hooks"))  # as mkdocs does
 blocks = importlib.import_module("blocks")
-RESULTS = importlib.import_module("gallery").RESULTS
+word_counts = importlib.import_module("words").counts
 PAGES = blocks.pages()
-MOST_WORDS, MOST_HOW_TO_PAGES = 23_500, 35
+MOST_WORDS, MOST_HOW_TO_PAGES = 24_400, 35
 MOST_BYTES = 60_000  # of a picture
 
 
@@ -73,18 +71,11 @@ def test_the_blocks_of_the_page_print_the_outputs_below_them(page, tmp_path):
 def test_pages_are_few_and_short_and_pictures_small():
     texts = {path.relative_to(DOCS).as_posix(): path.read_text() for path in DOCS.rglob("*.md")}
     assert [page for page, text in texts.items() if text.startswith("---")] == [], "a code host shows front matter"
-    words = [word for text in texts.values() for word in without_outputs(text).split()]
-    assert sum(not TABLE_RULE.fullmatch(word) for word in words) <= MOST_WORDS
+    assert sum(word_counts().values()) <= MOST_WORDS, "python docs/hooks/words.py"
     assert len([page for page in texts if page.startswith("how-to/")]) <= MOST_HOW_TO_PAGES
     pictures = list(DOCS.rglob("*.png"))
     assert [path.name for path in pictures if path.stat().st_size > MOST_BYTES] == []
     assert [path.name for path in pictures if not any(path.name in text for text in texts.values())] == []
-
-
-def without_outputs(text):
-    for block in reversed(blocks.blocks_of(text)):
-        text = text[: block.end] + text[block.end_below :]
-    return COMMENT.sub("", RESULTS.sub("", text))  # without stored results in a page of the gallery
 
 
 def test_every_page_is_in_the_navigation_once(monkeypatch):
