@@ -48,7 +48,7 @@ def ours(name: str, rows: Tensor) -> Callable[[], Tensor]:
 
     def compress() -> Tensor:
         for worker, row in enumerate(rows):
-            apply_chain(chain, row, 0, (1, worker), {}, states[worker], SHAPES)
+            apply_chain(chain, row, (1, worker), {}, states[worker], SHAPES, seed=0)
         return rows
 
     return compress

@@ -64,7 +64,7 @@ def _ddp_worker(rank: int, name: str, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=PROCESSES)
     train, _ = load_dataset("mnist5k")
-    shard = CustomSubset(train, partition(train.targets, "iid", PROCESSES, SEED)[rank])
+    shard = CustomSubset(train, partition(train.targets, "iid", PROCESSES, seed=SEED)[rank])
     seed_everything(torch.device("cpu"), SEED, "model")
     module = models.get(name).target(**NO_DROPOUT.get(name, {}))
     parallel = DistributedDataParallel(module)

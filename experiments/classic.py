@@ -18,7 +18,7 @@ def work(worker, rows, train, shards, test, barrier, options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for round in range(1, options.rounds + 1):
         barrier.wait()  # every worker has the new model
-        order = fedsim.Draws.of(0, "batches", round, worker).permutation(len(shard))
+        order = fedsim.Draws.of("batches", round, worker, seed=0).permutation(len(shard))
         loss = fedsim.train_epoch(model, shard.batches(10, order), optimizer).loss  # waits for the GPU
         barrier.wait()  # every worker has trained
         if worker == 0:
@@ -31,7 +31,7 @@ def main(options):
     train, test = (data.to(torch.device(options.device), torch.float32) for data in fedsim.load_dataset("mnist5k"))
     test = test.gather(torch.arange(len(test)))  # all test images as one batch
     shards = fedsim.partition(train.targets, "iid", options.workers, seed=0)
-    torch.manual_seed(fedsim.Draws.of(0, "model").key)
+    torch.manual_seed(fedsim.Draws.of("model", seed=0).key)
     model = fedsim.models.two_nn()
     layout = fedsim.Layout.of(model)
     rows = fedsim.new_rows(options.workers, layout.d, torch.float32, options.device).share_memory_()

@@ -8,8 +8,6 @@
 Names are imported on first use: importing PyTorch takes a second or more, and `fedsim --help` does not need it.
 """
 
-# ruff: noqa: F401
-
 from __future__ import annotations
 
 import ast
@@ -27,18 +25,8 @@ if TYPE_CHECKING:
     from fedsim.byzantine import attack
     from fedsim.callbacks import Callback
     from fedsim.comparison import Comparison, compare, load_comparison, plot
-    from fedsim.config.components import (
-        attacks,
-        noises,
-        partitions,
-        policies,
-        pre_aggregators,
-        processors,
-        rules,
-        server_optimizers,
-        slowdowns,
-    )
     from fedsim.config.experiment import Experiment
+    from fedsim.config.listing import components
     from fedsim.config.load import load_experiment
     from fedsim.core.randomness import Draws
     from fedsim.core.rows import Layout, bind, new_rows, pull_down
@@ -71,7 +59,50 @@ MODULE_OF = {
     if isinstance(statement, ast.ImportFrom)
     for alias in statement.names
 }
-__all__ = ["__version__", *sorted(MODULE_OF)]
+__all__ = [  # a list that editors and type checkers can read
+    "Callback",
+    "Comparison",
+    "CustomSubset",
+    "DataError",
+    "Draws",
+    "Experiment",
+    "ExperimentError",
+    "FedsimError",
+    "Heterogeneity",
+    "Layout",
+    "RecordError",
+    "Result",
+    "ServerOptimizer",
+    "Session",
+    "StopRun",
+    "TensorData",
+    "WorkerError",
+    "__version__",
+    "aggregate",
+    "attack",
+    "bind",
+    "compare",
+    "components",
+    "compress",
+    "dataset_split",
+    "heterogeneity",
+    "label_counts",
+    "load_comparison",
+    "load_dataset",
+    "load_experiment",
+    "load_model",
+    "load_run",
+    "new_rows",
+    "partition",
+    "partition_transforms",
+    "plot",
+    "plot_partition",
+    "pre_aggregate",
+    "pull_down",
+    "run",
+    "test",
+    "train_epoch",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -92,10 +123,13 @@ def __getattr__(name: str) -> Any:
 
 def _attribute_error(name: str) -> AttributeError:
     """Return the error for a missing name, with a hint: a similar function, or the setting to use."""
-    import fedsim.config.experiment  # defines what the names of components mean
+    import fedsim.config.experiment  # noqa: F401  # defines what the names of components mean
+    from fedsim.config.listing import KINDS
     from fedsim.hints.attributes import attribute_error
     from fedsim.hints.meanings import nearest_key
 
+    if (kind := name.removeprefix("list_").replace("_", "-")) in KINDS:
+        return AttributeError(f"module 'fedsim' has no attribute {name!r}; write fedsim.components(\"{kind}\")")
     setting = nearest_key(name, [], "")
     otherwise = f"in the settings of fedsim.run, {setting}" if setting.startswith("write ") else ""
     return attribute_error("module 'fedsim'", name, __all__, otherwise)

@@ -44,7 +44,7 @@ def run(experiment: Experiment) -> Iterator[tuple[Tensor, float, list[int]]]:
     seed, workers, partition = experiment.seed, experiment.workers, experiment.partition
     name, root, params = experiment.data.source(partition)
     train = load_dataset(name, root, **params)[0].to(torch.device("cpu"), torch.float64)
-    shards = partition_shards(train.targets, partition.name, workers, seed, **partition.params)
+    shards = partition_shards(train.targets, partition.name, workers, seed=seed, **partition.params)
     weighting: Any = experiment.weights  # "samples", "uniform", or a weight for each worker
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(draw_key(seed, "model"))

@@ -41,7 +41,7 @@ class Federation:
 
     def __init__(self, factory, data, workers, batch_size, strategy="iid", dtype=torch.float64, **params):
         self.train = data(None)[0].to(torch.device("cpu"), dtype)
-        shards = fedsim.partition(self.train.targets, strategy, workers, 0, **params)
+        shards = fedsim.partition(self.train.targets, strategy, workers, seed=0, **params)
         self.shards, self.batch_size = [torch.from_numpy(shard) for shard in shards], batch_size
         self.model = start_of(factory, dtype=dtype)
         self.row = Layout.of(self.model).read(self.model)

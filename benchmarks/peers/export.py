@@ -33,7 +33,7 @@ def work_of(experiment: Experiment, device: torch.device = CPU, make: Callable[[
     dtype = PRECISIONS[experiment.precision].rows
     train, test = load_dataset(experiment.data.name, experiment.data.root, **experiment.data.params)
     inputs, targets = preloaded(train, device, dtype)
-    shards = partition(targets.cpu().numpy(), split.name, experiment.workers, seed, ids=train.ids, **split.params)
+    shards = partition(targets.cpu().numpy(), split.name, experiment.workers, seed=seed, ids=train.ids, **split.params)
     seed_everything(CPU, seed, "model")
     model = experiment.model.component().to(device, dtype)
     test_inputs, test_targets = preloaded(test, device, dtype)

@@ -50,7 +50,7 @@ def _parameters(registration: Registration) -> dict[str, Any]:
 
 def _cloud() -> torch.Tensor:
     """Return honest rows [n, 2] around (1, 0.5)."""
-    return fedsim.Draws.of(0, "honest").normal(HONEST, 2).double() * 0.35 + torch.tensor([1.0, 0.5])
+    return fedsim.Draws.of("honest", seed=0).normal(HONEST, 2).double() * 0.35 + torch.tensor([1.0, 0.5])
 
 
 def _scatter(axes: Any, honest: torch.Tensor, byzantine: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import inspect
@@ -80,10 +81,22 @@ PYTHON = {  # section titles of the Python API page, and their names
     "Data": "load_dataset TensorData partition partition_transforms dataset_split CustomSubset label_counts "
     "heterogeneity Heterogeneity plot_partition",
     "Rows and training": "Layout bind new_rows pull_down train_epoch test Draws ServerOptimizer",
-    "Lists of components": "rules pre_aggregators attacks partitions processors server_optimizers policies "
-    "slowdowns noises",
+    "Lists of components": "components",
     "Errors": "FedsimError ExperimentError DataError RecordError WorkerError",
 }
+MODULES = (  # public modules besides fedsim
+    "fedsim.aggregation",
+    "fedsim.byzantine",
+    "fedsim.data",
+    "fedsim.data.partitions",
+    "fedsim.models",
+    "fedsim.clients",
+    "fedsim.asynchronous.policies",
+    "fedsim.integrations.ddp",
+    "fedsim.integrations.lightning",
+    "fedsim.integrations.flower",
+    "fedsim.integrations.flower_datasets",
+)
 
 
 def component_page(kind: str, pictures: dict[str, str]) -> str:
@@ -211,12 +224,35 @@ def command_page() -> str:
 
 
 def python_page() -> str:
-    parts = ["# Python", "The public names of `fedsim`. Anything else may change without notice."]
+    parts = [
+        "# Python",
+        "The public names of `fedsim` and of [modules](#modules). Anything else may change without notice.",
+    ]
     for title, names in PYTHON.items():
         parts.append(f"## {title}")
         for name in names.split():
             parts += _api_section(f"fedsim.{name}", getattr(fedsim, name))
+    rows = []
+    for module in MODULES:
+        summary, names = public_names(module)
+        rows.append(f"| `{module}` | {cell(escaped(summary))} | {', '.join(f'`{name}`' for name in names)} |")
+    parts += ["## Modules", _settings(["module", "", "public names"], rows)]
     return linked("\n\n".join(parts), IN_A_RUN, r"**In a run:** [`\1`](#\1)", "Where a run uses these names")
+
+
+def public_names(module: str) -> tuple[str, list[str]]:
+    """Return the first line of a module's docstring, and the names in its `__all__` or else its own names.
+
+    The module is not imported, because some modules need packages that may be missing.
+    """
+    path = ROOT / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    tree = ast.parse(path.read_text())
+    names = [node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names = ast.literal_eval(node.value)
+    return (ast.get_docstring(tree) or "").partition("\n")[0], [name for name in names if not name.startswith("_")]
 
 
 def linked(page: str, names: re.Pattern[str], link: str, title: str) -> str:

@@ -50,9 +50,9 @@ def aggregate(
             of these. `updates` is not changed. All updates have the same entries, in any order. Entries that are not
             floating-point, such as BatchNorm's num_batches_tracked, are taken from the first update. Entries of a dict
             that share memory in all updates, such as tied weights, count once and share memory in the result.
-        name: the rule: a registered name (see `fedsim.rules()`), "package.module:function", a function, or a list of
-            pre-aggregators followed by a rule, such as `["nnm", "trimmed_mean"]`. An element of the list may also be a
-            dict with its own parameters: `[{"name": "bucketing", "s": 3}, "krum"]`.
+        name: the rule: a registered name (see `fedsim.components("rules")`), "package.module:function", a function, or
+            a list of pre-aggregators followed by a rule, such as `["nnm", "trimmed_mean"]`. An element of the list may
+            also be a dict with its own parameters: `[{"name": "bucketing", "s": 3}, "krum"]`.
         weights: weight of each update, [n], finite, >= 0 and not all zero, with any sum. None: equal weights. Rules
             that do not support weights raise an error.
         root: update computed on the server's own data (for fltrust), [d] or with the structure of one update.

@@ -60,7 +60,7 @@ class AggregationInputs:
     root: Tensor | None = None
     losses: Tensor | None = None
     workers: list[int] | None = None
-    seed: int = 0
+    seed: int = field(default=0, kw_only=True)
     moment: tuple[int, ...] = ()
     state: dict[str, Tensor] | None = None
     last: Tensor | None = None
@@ -85,7 +85,7 @@ class AggregationInputs:
 
     @cached_property
     def draws(self) -> Draws:
-        return Draws.of(self.seed, "aggregate", *self.moment, device=self.updates.device)
+        return Draws.of("aggregate", *self.moment, seed=self.seed, device=self.updates.device)
 
     def rows(self) -> LazyRows:
         """Return the updates as `LazyRows`, the form in which rules receive them."""

@@ -187,7 +187,7 @@ class AttackStrategy(Component):
         if "rng" in self.accepts:
             values["rng"] = numpy_generator(seed, "attack", *moment)
         if "draws" in self.accepts:
-            values["draws"] = Draws.of(seed, "attack", *moment, device=own_updates.device)
+            values["draws"] = Draws.of("attack", *moment, seed=seed, device=own_updates.device)
         result = self.on(values)
         result, state = result if "state" in self.accepts else (result, {})
         shape = tuple(getattr(result, "shape", ()))

@@ -39,7 +39,8 @@ def attack(
         honest: updates of the h honest workers, [h, d], h >= 1, of any floating-point dtype and device. `honest` is not
             changed. It may also be a list of updates, as for `aggregate`. Then `own_updates`, `last` and the result
             have the same structure.
-        name: the attack: a registered name (see `fedsim.attacks()`), "package.module:function", or a function.
+        name: the attack: a registered name (see `fedsim.components("attacks")`), "package.module:function", or a
+            function.
         n_byzantine: number b of Byzantine workers, >= 0.
         own_updates: updates that the b Byzantine workers computed by training, [b, d]. None: copies of the first b
             honest updates (starting again with the first if b > h).

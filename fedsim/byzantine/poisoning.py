@@ -67,7 +67,7 @@ class Backdoor:
     does not fit into them, or if `target` is not a class. Cost: a copy of each batch, and one pass over the updates.
 
     >>> attack = fedsim.byzantine.attack_strategy.get("backdoor").target(size=1, poisoned=1.0, target=7)
-    >>> draws = fedsim.Draws.of(0, "example")
+    >>> draws = fedsim.Draws.of("example", seed=0)
     >>> inputs, targets = attack.poison(torch.zeros(1, 1, 2, 2), torch.tensor([3]), 10, draws)
     >>> inputs.tolist(), targets
     ([[[[0.0, 0.0], [0.0, 1.0]]]], tensor([7]))

@@ -17,8 +17,9 @@ import typer
 
 from fedsim.cli.program import FAILED, errors_as_lines
 from fedsim.cli.words import AllowImports, Labels, Quiet, Words, complete_metrics, is_folder, source_and_overrides
-from fedsim.config.components import COMPONENTS, describe_component, list_components, list_module, registry_of
-from fedsim.config.files import experiments, list_experiments
+from fedsim.config.components import COMPONENTS, describe_component, list_module, registry_of
+from fedsim.config.files import experiments
+from fedsim.config.listing import KINDS, list_kind, overview
 from fedsim.core.text_wrapping import hang, terminal_columns
 from fedsim.errors import ExperimentError, SettingWarning, one_line, show
 from fedsim.system.files import user_path
@@ -28,8 +29,6 @@ from fedsim.version import __version__
 if TYPE_CHECKING:
     from fedsim.config.experiment import Experiment
 
-EXPERIMENTS, KEYS = "experiments", "keys"
-KINDS = (*COMPONENTS, EXPERIMENTS, KEYS)
 COLUMNS = max(map(len, KINDS))
 TEMPLATE_NAME = "my_project"
 PACKAGE = Path(__file__).parent.parent
@@ -214,32 +213,13 @@ def list_command(subject: Subject = None, search: Search = "") -> None:
             print(list_module(user_path(subject), columns) if is_file else describe_component(subject, KINDS))
             return
         if subject is None and not search:
-            print(_overview(columns))
+            more = "fedsim list KIND or NAME shows details; fedsim list keys shows the keys of an experiment"
+            print("\n".join([overview(columns), "", hang("", f"{more}; --search finds words", columns)]))
             return
-        blocks = []
-        if components := [kind for kind in COMPONENTS if subject in (None, kind)]:
-            blocks.append(list_components(components, columns, search))
-        if subject in (None, EXPERIMENTS):
-            blocks.append(list_experiments(columns, search))
-        if subject == KEYS or (subject is None and search):  # without a search, the list of keys is too long
-            from fedsim.config.keys import list_keys
-
-            blocks.append(list_keys(columns, search))
+        blocks = [list_kind(kind, columns, search) for kind in KINDS if subject in (None, kind)]
         if not any(blocks):
             raise ExperimentError(f"--search {show(search)}: no entry contains these words; run fedsim list to see all")
         print("\n\n".join(filter(None, blocks)))
-
-
-def _overview(columns: int | None) -> str:
-    """Return the names of all components as text, one line per kind, wrapped to `columns` characters."""
-    names = {kind: ", ".join(registry_of(kind).names()) for kind in COMPONENTS} | {
-        EXPERIMENTS: ", ".join(experiments())
-    }
-    lines = [hang(f"{kind:<{COLUMNS}} ", text, columns) for kind, text in names.items()]
-    more = (
-        "fedsim list KIND or NAME shows details; fedsim list keys shows the keys of an experiment; --search finds words"
-    )
-    return "\n".join([*lines, "", hang("", more, columns)])
 
 
 PlottedWords = Annotated[

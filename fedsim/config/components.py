@@ -48,94 +48,6 @@ COMPONENTS = {  # kind: key that names a component, and registry, which is impor
 
 NAME_COLUMNS = 19
 
-Signatures = dict[str, inspect.Signature]
-
-
-def _signatures(kind: str) -> Signatures:
-    """Return a dict from the name of each component of a kind to its parameters."""
-    return {registration.name: _configuration(registration) for registration in registry_of(kind)}
-
-
-def partitions() -> Signatures:
-    """Return a dict from the name of each partition strategy to its parameters.
-
-    >>> "alpha" in partitions()["dirichlet"].parameters
-    True
-    """
-    return _signatures("partitions")
-
-
-def attacks() -> Signatures:
-    """Return a dict from the name of each attack to its parameters.
-
-    >>> "sign_flipping" in attacks()
-    True
-    """
-    return _signatures("attacks")
-
-
-def rules() -> Signatures:
-    """Return a dict from the name of each aggregation rule to its parameters.
-
-    >>> "f" in rules()["krum"].parameters
-    True
-    """
-    return _signatures("rules")
-
-
-def pre_aggregators() -> Signatures:
-    """Return a dict from the name of each pre-aggregator to its parameters.
-
-    >>> "nnm" in pre_aggregators()
-    True
-    """
-    return _signatures("pre-aggregators")
-
-
-def processors() -> Signatures:
-    """Return a dict from the name of each processor of updates to its parameters.
-
-    >>> "max_norm" in processors()["clip"].parameters
-    True
-    """
-    return _signatures("processors")
-
-
-def server_optimizers() -> Signatures:
-    """Return a dict from the name of each server optimizer to its parameters.
-
-    >>> "lr" in server_optimizers()["adam"].parameters
-    True
-    """
-    return _signatures("server-optimizers")
-
-
-def policies() -> Signatures:
-    """Return a dict from the name of each asynchronous policy to its parameters.
-
-    >>> "fedbuff" in policies()
-    True
-    """
-    return _signatures("policies")
-
-
-def slowdowns() -> Signatures:
-    """Return a dict from the name of each slowdown distribution of the virtual clock to its parameters.
-
-    >>> "equal" in slowdowns()
-    True
-    """
-    return _signatures("slowdowns")
-
-
-def noises() -> Signatures:
-    """Return a dict from the name of each noise distribution of the virtual clock to its parameters.
-
-    >>> "sigma" in noises()["lognormal"].parameters
-    True
-    """
-    return _signatures("noises")
-
 
 def registry_of(kind: str) -> Registry:
     """Return the registry with all components of a kind, such as "rules"."""
@@ -143,9 +55,17 @@ def registry_of(kind: str) -> Registry:
     return getattr(importlib.import_module(module), attribute)
 
 
-def _configuration(registration: Registration) -> inspect.Signature:
-    parameters = inspect.signature(registration.target, eval_str=True).parameters.values()
-    return inspect.Signature([p for p in parameters if p.name in registration.parameters.model_fields])
+def configuration_of(registration: Registration) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a component that experiments set, by name."""
+    return {
+        name: inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.is_required() else field.default,
+            annotation=field.annotation,
+        )
+        for name, field in registration.parameters.model_fields.items()
+    }
 
 
 def list_components(kinds: Iterable[str], columns: int | None = None, search: str = "") -> str:
@@ -220,10 +140,7 @@ def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:
         except ExperimentError:  # models, data sets and transforms of one library have one prefix
             if kind == kinds_of_name[-1] and not components:
                 raise
-    blocks = [
-        _described(f"{name} ({COMPONENTS[kind][0]})", registration.target, _parameter_lines(registration))
-        for kind, registration in components.items()
-    ]
+    blocks = [describe(kind, registration) for kind, registration in components.items()]
     if not blocks:
         known = [known_name for kind in COMPONENTS for known_name in registry_of(kind).names()]
         values = re.findall(r"([\w.]+)=([\w{}]*)", answer(name, "{}"))  # keys of kinds, or names of components
@@ -237,6 +154,12 @@ def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:
         hint = hint or nearest(name, kinds)  # the list of all components is too long
         raise ExperimentError(f"{show(name)}: no such kind or component; {hint}")
     return "\n\n".join(blocks)
+
+
+def describe(kind: str, registration: Registration) -> str:
+    """Return the parameters and the docstring of a component of this kind as text."""
+    head = f"{registration.name} ({COMPONENTS[kind][0]})"
+    return _described(head, registration.target, _parameter_lines(registration))
 
 
 def _imported(path: str) -> tuple[str, Any]:

@@ -59,10 +59,14 @@ def list_experiments(columns: int | None = None, search: str = "") -> str:
     for name, path in experiments().items():
         text = path.read_text(encoding="utf-8")
         if has_words(search, name, text):
-            command = "compare" if "\n[comparison]" in text else "run"
-            summary = text.partition("\n")[0].removeprefix("# ")
-            lines.append(hang(f"  {name:<{NAME_COLUMNS}} ", f"{command}: {summary}", columns))
+            lines.append(hang(f"  {name:<{NAME_COLUMNS}} ", summary_of(text), columns))
     return "\n".join(lines) if len(lines) > 1 else ""
+
+
+def summary_of(text: str) -> str:
+    """Return the command of an experiment file and the file's first line, as in `run: Synchronous SGD on MNIST.`"""
+    command = "compare" if "\n[comparison]" in text else "run"
+    return f"{command}: {text.partition(chr(10))[0].removeprefix('# ')}"
 
 
 def read_text(path: Path, kind: str, inside: Path | None = None) -> str:

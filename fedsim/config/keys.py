@@ -40,6 +40,11 @@ class Key:
     default: str
     description: str
 
+    @property
+    def head(self) -> str:
+        """The key with its default and type, as text."""
+        return f"{self.path} = {self.default}  ({self.type.replace('`', '')})"
+
 
 @dataclass(frozen=True)
 class KeyTable:
@@ -113,7 +118,7 @@ def list_keys(columns: int | None = None, search: str = "") -> str:
         lines = [f"[{table.path}]"] if table.path else []
         lines += _wrapped(" ".join(table.description.split()), width, "")
         for key in keys:
-            lines += _wrapped(f"{key.path} = {key.default}  ({key.type.replace('`', '')})", width, "  ")
+            lines += _wrapped(key.head, width, "  ")
             lines += _wrapped(key.description, width, "      ")
         if table.components:
             lines += _wrapped(f"and the parameters of the component: fedsim list {table.components}", width, "  ")

@@ -79,14 +79,14 @@ def torch_generator(seed: int, purpose: str, *coordinates: int) -> torch.Generat
 class Draws:
     """Source of random tensors on one device. With equal arguments, `Draws.of` gives equal numbers on every machine.
 
-        draws = Draws.of(seed, "noise", round, worker, device="cuda")
+        draws = Draws.of("noise", round, worker, seed=0, device="cuda")
         noise, mask = draws.normal(10, 784), draws.uniform(10) < 0.5
 
     Each call gives new, independent numbers. The same calls in the same order give the same numbers on every device and
     in every process, except for rounding in `normal`. The host never waits for the device.
 
     In a run: `fedsim.training.batches.BatchSource.orders` shuffles a worker's n samples in a round's first epoch by
-    `draws.permutation(n)` with `draws = Draws.of(seed, "batches", round, worker)`, and in epoch 1, 2, ... by
+    `draws.permutation(n)` with `draws = Draws.of("batches", round, worker, seed=seed)`, and in epoch 1, 2, ... by
     `draws.steps()(epoch).permutation(n)`.
     """
 
@@ -95,7 +95,7 @@ class Draws:
         self._calls = 0
 
     @classmethod
-    def of(cls, seed: int, purpose: str, *coordinates: int, device: torch.device | str = "cpu") -> Draws:
+    def of(cls, purpose: str, *coordinates: int, seed: int, device: torch.device | str = "cpu") -> Draws:
         """Return a source of random tensors for (seed, purpose, coordinates) on `device`.
 
         Different arguments (except `device`) give independent numbers. `coordinates` are, for example, (round, worker).
@@ -104,9 +104,9 @@ class Draws:
 
     @classmethod
     def of_all(
-        cls, seed: int, purpose: str, coordinates: Sequence[Sequence[int]], *, device: torch.device
+        cls, purpose: str, coordinates: Sequence[Sequence[int]], *, seed: int, device: torch.device
     ) -> list[Draws]:
-        """Return `Draws.of(seed, purpose, *c, device=device)` for each c of `coordinates`.
+        """Return `Draws.of(purpose, *c, seed=seed, device=device)` for each c of `coordinates`.
 
         On a GPU, one call draws the words of several sources, which takes as many launches as those of one source. Use
         one source after another, in this order.

@@ -73,7 +73,7 @@ def flip(images: Tensor, draws: Draws, *, probability: Fraction = 0.5) -> Tensor
     Cost: a copy of the batch.
 
     >>> flip = fedsim.data.augmentation.flip
-    >>> flip(torch.tensor([[[[1.0, 2.0]]]]), fedsim.Draws.of(0, "example"), probability=1.0)
+    >>> flip(torch.tensor([[[[1.0, 2.0]]]]), fedsim.Draws.of("example", seed=0), probability=1.0)
     tensor([[[[2., 1.]]]])
     """
     mirrored = draws.uniform(len(images), 1, 1, 1) < probability
@@ -93,7 +93,7 @@ def shift(images: Tensor, draws: Draws, *, pixels: PositiveInt = 2) -> Tensor:
 
     Cost: two copies of the batch.
 
-    >>> fedsim.data.augmentation.shift(torch.rand(4, 1, 8, 8), fedsim.Draws.of(0, "example")).shape
+    >>> fedsim.data.augmentation.shift(torch.rand(4, 1, 8, 8), fedsim.Draws.of("example", seed=0)).shape
     torch.Size([4, 1, 8, 8])
     """
     return _moved(images, draws, pixels, "replicate")
@@ -113,7 +113,7 @@ def crop(images: Tensor, draws: Draws, *, padding: PositiveInt = 4) -> Tensor:
 
     Cost: two copies of the batch.
 
-    >>> fedsim.data.augmentation.crop(torch.rand(4, 3, 32, 32), fedsim.Draws.of(0, "example")).shape
+    >>> fedsim.data.augmentation.crop(torch.rand(4, 3, 32, 32), fedsim.Draws.of("example", seed=0)).shape
     torch.Size([4, 3, 32, 32])
     """
     return _moved(images, draws, padding, "constant")
@@ -134,7 +134,7 @@ def cutout(images: Tensor, draws: Draws, *, size: PositiveInt = 16) -> Tensor:
     Cost: a copy of the batch.
 
     >>> cutout = fedsim.data.augmentation.cutout
-    >>> cutout(torch.ones(1, 1, 2, 2), fedsim.Draws.of(0, "example"), size=4)
+    >>> cutout(torch.ones(1, 1, 2, 2), fedsim.Draws.of("example", seed=0), size=4)
     tensor([[[[0., 0.],
               [0., 0.]]]])
     """

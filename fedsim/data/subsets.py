@@ -127,14 +127,13 @@ class WorkerTransform:
 
     def __init__(self, transform: Transform, seed: int, worker: int) -> None:
         self._transform = ImageTransform.of(transform)
-        self._drawn = seed, "features", worker
+        self._seed, self._worker = seed, worker
         self._batches = 0
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        drawn, self._batches = (*self._drawn, self._batches), self._batches + 1
-        return self._transform(
-            inputs, {"draws": Draws.of(*drawn, device=inputs.device), "generator": torch_generator(*drawn)}
-        )
+        moment, self._batches = ("features", self._worker, self._batches), self._batches + 1
+        draws = Draws.of(*moment, seed=self._seed, device=inputs.device)
+        return self._transform(inputs, {"draws": draws, "generator": torch_generator(self._seed, *moment)})
 
 
 @takes_component("partition", n_workers="workers", ids="data.ids")
@@ -142,9 +141,9 @@ def dataset_split(
     dataset: Dataset,
     name: str,
     n_workers: int,
+    *,
     seed: int = 0,
     subset_transform: Callable[[Any], Any] | None = None,
-    *,
     ids: Ids = None,
     **params: Any,
 ) -> list[CustomSubset]:
@@ -167,7 +166,7 @@ def dataset_split(
     >>> [len(subset) for subset in fedsim.dataset_split(data, "iid", 2)]
     [2, 2]
     """
-    drawn = partition_shards(targets_of(dataset), name, n_workers, seed, ids=ids, **params)
+    drawn = partition_shards(targets_of(dataset), name, n_workers, seed=seed, ids=ids, **params)
     shards = [drawn.of(worker).numpy() for worker in range(len(drawn))]
     if subset_transform is not None:
         return [CustomSubset(dataset, shard, subset_transform) for shard in shards]

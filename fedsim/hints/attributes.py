@@ -64,10 +64,18 @@ def takes_component(table: str, key: str = "name", **settings: str) -> Callable[
         parameters = [each for each in inspect.signature(function).parameters.values() if each.kind != each.VAR_KEYWORD]
         known = [each.name for each in parameters if each.name != "self"]
         required = [each.name for each in parameters if each.default is each.empty]
+        by_position = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+        by_name = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
         taken = f"the arguments of {function.__qualname__.removesuffix('.__init__')} are {', '.join(known)}"
 
         @functools.wraps(function)
         def checked(*given: Any, **keywords: Any) -> Any:
+            if by_name and len(given) > len(by_position):
+                value = show(given[len(by_position)])
+                raise ExperimentError(
+                    f"{function.__qualname__}: argument {len(by_position) + 1} = {value}: must be passed by its name, "
+                    f"such as {by_name[0]}={value}"
+                )
             missing = dict.fromkeys(name for name in required[len(given) :] if name not in keywords)
             try:
                 return function(*given, **missing, **keywords)

@@ -82,7 +82,7 @@ class FedsimPartitioner(Partitioner):
         partitioner = FedsimPartitioner(10, "dirichlet", alpha=0.3)
         FederatedDataset(dataset="mnist", partitioners={"train": partitioner}).load_partition(0)
 
-    The partitions are those of `fedsim.partition(labels, name, num_partitions, seed, **params)`.
+    The partitions are those of `fedsim.partition(labels, name, num_partitions, seed=seed, **params)`.
 
     Args:
         num_partitions: number of partitions (workers).
@@ -142,7 +142,7 @@ class FedsimPartitioner(Partitioner):
         labels = np.zeros(self.dataset.num_rows) if self._partition_by is None else self._column(self._partition_by)
         if labels.dtype.kind in "OU":  # class names, as Python objects or strings
             labels = np.unique(labels, return_inverse=True)[1]
-        return partition_shards(labels, self._name, self._num_partitions, self._seed, ids=ids, **self._params)
+        return partition_shards(labels, self._name, self._num_partitions, seed=self._seed, ids=ids, **self._params)
 
     def _column(self, name: str) -> np.ndarray:
         if name not in self.dataset.column_names:

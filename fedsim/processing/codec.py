@@ -136,7 +136,7 @@ class Codec:
     >>> from fedsim.processing.compressors import TopK
     >>> update = torch.tensor([1.0, -3.0, 2.0])
     >>> codec = Codec((TopK(k=1),), Spec(3, torch.float32, [(3,)]))
-    >>> data = codec.encode(codec.parts(update, [Sender(fedsim.Draws.of(0, "example"), {})]))
+    >>> data = codec.encode(codec.parts(update, [Sender(fedsim.Draws.of("example", seed=0), {})]))
     >>> codec.nbytes, len(data), codec.restore(codec.decode(data))
     (5, 5, tensor([ 0., -3.,  0.]))
     """

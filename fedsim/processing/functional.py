@@ -25,8 +25,9 @@ def compress(update: Any, name: Step | Sequence[Step], *, seed: int = 0, **param
     Args:
         update: a floating-point tensor or NumPy array of any shape, or a dict (such as a state_dict) or list of these.
             `update` is not changed. Numbers of 2 bytes are compressed as float32. Add `cast` to send 2 bytes each.
-        name: the processor: a registered name (see `fedsim.processors()`), "package.module:function", a function, or a
-            list of these. An element of the list may also be a dict with its parameters: `{"name": "top_k", "k": 9}`.
+        name: the processor: a registered name (see `fedsim.components("processors")`), "package.module:function", a
+            function, or a list of these. An element of the list may also be a dict with its parameters:
+            `{"name": "top_k", "k": 9}`.
         seed: seed of random draws.
         params: parameters of the processor `name`.
 
@@ -58,5 +59,5 @@ def compress(update: Any, name: Step | Sequence[Step], *, seed: int = 0, **param
     row = row.to(torch.promote_types(row.dtype, torch.float32))
     shapes = [form.entries[place].shape for place in form.columns] if isinstance(form, NestedForm) else None
     with full_precision(row.device):
-        nbytes = apply_chain(chain, row, seed, (), {}, shapes=shapes)
+        nbytes = apply_chain(chain, row, (), {}, seed=seed, shapes=shapes)
     return form.rebuild(row), nbytes

@@ -92,12 +92,13 @@ def initial_states(chain: Sequence[UpdateProcessor], row: Tensor, shapes: Shapes
 def apply_chain(
     chain: Sequence[UpdateProcessor],
     row: Tensor,
-    seed: int,
     coordinates: Sequence[int],
     metrics: dict[str, Any],
     states: Mapping[str, Tensor] | None = None,
     shapes: Shapes | None = None,
     purpose: str = "process",
+    *,
+    seed: int,
     draws: Sequence[Draws] | None = None,
 ) -> int:
     """Apply a chain of processors to an update, in place, one after another.
@@ -110,12 +111,12 @@ def apply_chain(
     Args:
         chain: processors, in order.
         row: update of a worker, [d], which is changed.
-        seed: seed of random draws, together with `purpose` and `coordinates`.
         coordinates: (round, worker) or (round, step, worker).
         metrics: dict that receives the numbers that the processors record.
         states: what the worker keeps, named as by `initial_states`, which is changed.
         shapes: shapes of the tensors that the update contains. None: one flat vector.
         purpose: name of the draws. Updates to the server and parameters to the workers have different names.
+        seed: seed of random draws, together with `purpose` and `coordinates`.
         draws: sources of random numbers, one per processor (see `draws_of_all`). None: they are created here.
 
     Returns the number of bytes to send for the processed update.
@@ -152,7 +153,7 @@ def draws_of_all(
     See `apply_chain` for the arguments. Use the results in this order (see `Draws.of_all`).
     """
     by_processor = [
-        Draws.of_all(seed, purpose, [(*of_update, position) for of_update in coordinates], device=device)
+        Draws.of_all(purpose, [(*of_update, position) for of_update in coordinates], seed=seed, device=device)
         for position in range(len(chain))
     ]
     return [tuple(draws[number] for draws in by_processor) for number in range(len(coordinates))]
@@ -242,7 +243,7 @@ def gaussian_noise(
 
     Returns the noisy update [d] and its size in bytes, for d numbers. Cost: d draws, and one pass over the update.
 
-    >>> draws = fedsim.Draws.of(0, "example")
+    >>> draws = fedsim.Draws.of("example", seed=0)
     >>> fedsim.processing.processors.gaussian_noise(torch.ones(2), draws, std=0.0)
     (tensor([1., 1.]), 8)
     """

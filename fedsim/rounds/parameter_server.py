@@ -111,7 +111,7 @@ class ParameterServer:
         columns, shapes, _ = fragment = task.fragment_received(round)
         difference = columns.of(self.sent - state["copy"])
         chain, seed = task.experiment.downlink_chain, task.experiment.seed
-        nbytes = apply_chain(chain, difference, seed, (round,), {}, fragment.states_of(state), shapes, "broadcast")
+        nbytes = apply_chain(chain, difference, (round,), {}, fragment.states_of(state), shapes, "broadcast", seed=seed)
         columns.write(state["copy"], columns.of(state["copy"]).add_(difference))
         return nbytes
 

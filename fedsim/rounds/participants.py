@@ -54,12 +54,12 @@ def shards_of(
     """
     chosen, labels = experiment.partition, train.sample_targets.cpu()
     shards = partition_shards(
-        labels, chosen.name, experiment.workers, experiment.seed, ids=train.ids, index_of=index_of, **chosen.params
+        labels, chosen.name, experiment.workers, seed=experiment.seed, ids=train.ids, index_of=index_of, **chosen.params
     )
     fraction = experiment.data.local_test_fraction
     if not fraction or fraction == OWN:
         return shards, None
-    parts = hold_out(shards, fraction, experiment.seed, strata)
+    parts = hold_out(shards, fraction, strata, seed=experiment.seed)
     if strata.owner is not None and shards.listed:
         trained, tested = (
             np.unique(strata.owner[np.concatenate([part.of(k).numpy() for k in range(len(part))])]) for part in parts

@@ -126,7 +126,7 @@ class PrivateRounds:
     def _noises(self, std: float, purpose: str, coordinates: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         """Yield Gaussian noise [d] for each of `coordinates`, with zeros for parameters that workers do not send."""
         row = self._shared.server.row
-        of_all = Draws.of_all(self._task.experiment.seed, purpose, coordinates, device=row.device)
+        of_all = Draws.of_all(purpose, coordinates, seed=self._task.experiment.seed, device=row.device)
         for draws, (round, *_) in zip(of_all, coordinates, strict=True):
             noise = draws.normal(len(row), dtype=row.dtype).mul_(std)
             unsent = self._task.unsent_columns(round, len(row))

@@ -178,7 +178,9 @@ class ProcessingStep:
                 row = rows[member.slot] if is_whole else fragment.columns.of(rows[member.slot])
                 kept = fragment.states_of(self._shared.cohort.chain_states)
                 states = {name: values[member.slot] for name, values in kept.items()}
-                nbytes = apply_chain(chain, row, seed, coordinate, metrics, states, fragment.shapes, draws=of_member)
+                nbytes = apply_chain(
+                    chain, row, coordinate, metrics, states, fragment.shapes, seed=seed, draws=of_member
+                )
                 if task.experiment.nonfinite != "keep":
                     for state in states.values():  # NaN that stays in a residual would enter later updates
                         row += (state * 0).sum()

@@ -338,7 +338,7 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
 
 def _check_augmentations(experiment: Experiment, inputs: Tensor, train: TensorData) -> None:
     """Raise ExperimentError if an augmentation fails on `inputs`, a few training samples [k, ...]."""
-    arguments = {"draws": Draws.of(0, "check", device=inputs.device), "generator": torch_generator(0, "check")}
+    arguments = {"draws": Draws.of("check", seed=0, device=inputs.device), "generator": torch_generator(0, "check")}
     for table in experiment.data.augment:
         start = f"data.augment = {show(table.name)}: does not work on inputs of shape {tuple(inputs.shape)}: "
         with _errors_of_user_code(start.__add__):

@@ -132,7 +132,7 @@ class CohortSampler:
     """
 
     strategy: CohortStrategy
-    seed: int
+    seed: int = field(kw_only=True)
     size: int
     shards: Shards
     dropout: float = 0.0

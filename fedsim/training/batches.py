@@ -422,13 +422,13 @@ class BatchSource:
             taken: argument names of the transform or attack, of which "draws", "generator" and "rng" are random.
             purpose, round, worker: name, round and worker ID that seed the random numbers.
         """
-        drawn, sources = (self._task.experiment.seed, purpose, round, worker), dict[str, Callable[[int], Any]]()
+        seed, moment, sources = self._task.experiment.seed, (purpose, round, worker), dict[str, Callable[[int], Any]]()
         if "draws" in taken:
-            sources["draws"] = Draws.of(*drawn, device=self._task.device).steps()
+            sources["draws"] = Draws.of(*moment, seed=seed, device=self._task.device).steps()
         if "generator" in taken:
-            sources["generator"] = lambda step: torch_generator(*drawn, step)
+            sources["generator"] = lambda step: torch_generator(seed, *moment, step)
         if "rng" in taken:
-            sources["rng"] = lambda step: numpy_generator(*drawn, step)
+            sources["rng"] = lambda step: numpy_generator(seed, *moment, step)
         return sources
 
 

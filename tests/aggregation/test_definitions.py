@@ -236,7 +236,7 @@ def test_signguard_drops_other_norms_and_other_signs():
 
 @pytest.mark.parametrize("iterations", [1, 3])
 def test_dnc_uses_the_drawn_coordinates(iterations):
-    x, draws = outliers(12, 300), Draws.of(1, "aggregate")
+    x, draws = outliers(12, 300), Draws.of("aggregate", seed=1)
     drawn = [draws.choice(300, 20).numpy() for _ in range(iterations)]
     kept_rows = set.intersection(*(set(reference.dnc_kept(x[:, columns], 3)) for columns in drawn))
     result = fedsim.aggregate(torch.from_numpy(x), "dnc", f=3, b=20, iterations=iterations, seed=1)
@@ -245,7 +245,7 @@ def test_dnc_uses_the_drawn_coordinates(iterations):
 
 def test_signguard_uses_the_drawn_coordinates():
     """Check the drawn coordinates: only in these do rows 0 to 4 differ, so the other rows form the larger cluster."""
-    x, columns = np.ones((12, 400)), Draws.of(2, "aggregate").choice(400, 40).numpy()
+    x, columns = np.ones((12, 400)), Draws.of("aggregate", seed=2).choice(400, 40).numpy()
     x[:5, columns[:20]] = -1
     x[:, np.setdiff1d(np.arange(400), columns)] *= np.where(np.arange(12) % 2, 1, -1)[:, None]
     result = fedsim.aggregate(torch.from_numpy(x), "signguard", seed=2).numpy()

@@ -47,7 +47,7 @@ def test_sign_flipping_negates_own_rows_or_the_mean(scale, honest, own_updates):
 
 def test_gaussian_draws_rows_with_the_given_standard_deviation(honest):
     rows = attack(honest, "gaussian", 3, std=2.5, seed=5)
-    assert torch.equal(rows, 2.5 * Draws.of(5, "attack").normal(3, 33, dtype=torch.double))
+    assert torch.equal(rows, 2.5 * Draws.of("attack", seed=5).normal(3, 33, dtype=torch.double))
     assert not attack(honest, "gaussian", 3, std=0.0).any()
 
 
@@ -94,7 +94,7 @@ def test_mimic_copies_one_honest_row(honest):
 def test_mimic_chooses_the_worker_by_its_definition():
     warmup, rounds = 3, rounds_of_rows(5)
     mean, sums = np.zeros(5), np.zeros(6)
-    z = Draws.of(3, "attack", 1).normal(5, dtype=torch.double).numpy()
+    z = Draws.of("attack", 1, seed=3).normal(5, dtype=torch.double).numpy()
     z = z / np.linalg.norm(z)
     for t, (honest, sent) in enumerate(
         zip(rounds, rows_in_turn(bound("mimic", warmup=warmup), rounds)[0], strict=True)
@@ -406,7 +406,7 @@ def batch():
 
 @pytest.fixture
 def draws():
-    return Draws.of(0, "poison")
+    return Draws.of("poison", seed=0)
 
 
 def poisoned_samples(before, after):
@@ -460,7 +460,7 @@ def test_the_share_of_poisoned_samples_is_right_on_average(batch, draws):
 def test_poisoning_keeps_the_batch_and_its_memory_format(name, memory_format, batch):
     inputs, targets = batch[0].contiguous(memory_format=memory_format), batch[1]
     before = inputs.clone(), targets.clone()
-    arguments = {"draws": Draws.of(0, "poison")} if name == "backdoor" else {}
+    arguments = {"draws": Draws.of("poison", seed=0)} if name == "backdoor" else {}
     poisoned, _ = bound(name).poison(inputs, targets, 10, **arguments)
     shown, _ = bound(name).goal(inputs, targets, 10)
     assert poisoned.is_contiguous(memory_format=memory_format)

@@ -88,7 +88,7 @@ def test_attackers_are_those_who_hold_a_class(tables):
 
 DRAWN = {
     "tests.components:drawn_mean": lambda *moment: numpy_generator(0, "aggregate", *moment).dirichlet(np.ones(3)),
-    "tests.components:drawn_on_device": lambda *moment: Draws.of(0, "aggregate", *moment).uniform(
+    "tests.components:drawn_on_device": lambda *moment: Draws.of("aggregate", *moment, seed=0).uniform(
         3, dtype=torch.double
     ),
 }
@@ -123,7 +123,7 @@ def test_rows_of_noise_are_a_function_of_seed_and_round(tables):
     noise = {"attack": {"name": "gaussian", "workers": [0, 2], "std": 0.5}}
     noise["aggregate"] = {"rule": "mean", "weights": [1.0, 0.0, 1.0]}
     global_row = fedsim.run({**tables, **noise, "rounds": 2}).global_row
-    rows = [Draws.of(5, "attack", round).normal(2, len(start), dtype=torch.double) for round in (1, 2)]
+    rows = [Draws.of("attack", round, seed=5).normal(2, len(start), dtype=torch.double) for round in (1, 2)]
     assert torch.allclose(global_row, start + 0.5 * sum(rows).mean(0), rtol=0, atol=1e-12)
 
 

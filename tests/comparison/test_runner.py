@@ -89,7 +89,7 @@ def test_the_other_runs_continue_after_a_failure(quick, tmp_path, jobs):
 def test_every_seed_is_checked_with_its_data_before_the_first_run(quick, tmp_path):
     """BatchNorm cannot be trained on a batch of one sample. Whether there is one depends on the seed's partition."""
     labels, seeds = components.tiny(None)[0].targets, range(12)
-    shards = {seed: fedsim.partition(labels, "dirichlet", 4, seed, alpha=1.0) for seed in seeds}
+    shards = {seed: fedsim.partition(labels, "dirichlet", 4, seed=seed, alpha=1.0) for seed in seeds}
     bad = [seed for seed in seeds if any(len(shard) % 8 == 1 for shard in shards[seed])]
     good = [seed for seed in seeds if seed not in bad]
     tables = {**quick, "model": "tests.models:Normalised", "workers": 4, "local": {"batch_size": 8}, "rounds": 1}

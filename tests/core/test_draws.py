@@ -54,7 +54,7 @@ def pairs(words):
 
 
 def test_each_method_reads_the_next_stream():
-    draws = fedsim.Draws.of(3, "test", 1, 2)
+    draws = fedsim.Draws.of("test", 1, 2, seed=3)
     uniform = [(word >> 8) / 2**24 for word in words_of(3, "test", 1, 2, count=6, layer=0)]
     assert draws.uniform(2, 3).flatten().tolist() == uniform
     doubles = [(a << 21 | b >> 11) / 2**53 for a, b in pairs(words_of(3, "test", 1, 2, count=6, layer=1))]
@@ -81,7 +81,7 @@ def test_the_draws_of_a_step_do_not_depend_on_other_steps(call):
         alone = Draws(torch.tensor(draw_key(0, "x", 7)), step)
         return [call(alone) for _ in range(calls)]
 
-    at = Draws.of(0, "x", 7).steps()
+    at = Draws.of("x", 7, seed=0).steps()
     seen = []
     for step in (0, 1, 2, 5000, 3, 0, 10**9):
         draws = at(step)
@@ -92,7 +92,7 @@ def test_the_draws_of_a_step_do_not_depend_on_other_steps(call):
 
 
 def test_types_and_shapes_equal_those_of_pytorch():
-    draws = Draws.of(0, "x")
+    draws = Draws.of("x", seed=0)
     assert draws.uniform().shape == ()
     assert draws.normal(0, 3).shape == (0, 3)
     assert draws.normal(2).dtype == torch.get_default_dtype()
@@ -102,7 +102,7 @@ def test_types_and_shapes_equal_those_of_pytorch():
 
 @pytest.mark.parametrize(("n", "expected"), [(6, 100), (128, 20)])
 def test_a_choice_is_distinct_ascending_and_uniform(n, expected):
-    counts, draws = np.zeros(n), Draws.of(0, "choice")
+    counts, draws = np.zeros(n), Draws.of("choice", seed=0)
     for _ in range(expected * n // 2):
         chosen = draws.choice(n, 2).tolist()
         assert chosen == sorted(set(chosen))
@@ -121,7 +121,7 @@ def test_a_choice_is_distinct_ascending_and_uniform(n, expected):
 )
 def test_a_wrong_range_is_an_error(call, message):
     with pytest.raises(ValueError, match=message):
-        call(Draws.of(0, "x"))
+        call(Draws.of("x", seed=0))
 
 
 PUBLISHED = [  # kat_vectors of Random123: counter, key and block

@@ -81,7 +81,7 @@ def test_each_class_has_its_share_of_validation_and_local_test_samples(sizes, fr
     assert np.bincount(labels[held_out], minlength=len(sizes)).tolist() == stratified(sizes, fraction)
     assert sorted([*kept, *held_out]) == list(range(n))
     shards = ListedShards.of_arrays([np.arange(0, n, 3), np.setdiff1d(np.arange(n), np.arange(0, n, 3))])
-    for train, test in (hold_out(held, fraction, 1, Strata(labels)) for held in (shards, on_demand(shards, n))):
+    for train, test in (hold_out(held, fraction, Strata(labels), seed=1) for held in (shards, on_demand(shards, n))):
         for worker in (0, 1):
             own = labels[shards.of(worker).numpy()]
             most = min(max(1, round(fraction * len(own))), len(own) - 1)
@@ -100,7 +100,7 @@ def on_demand(shards, n):
     def strategy(worker):
         return shards.of(worker).numpy()
 
-    return DrawnShards("listed", strategy, ["worker"], len(shards), 0, np.zeros(n))
+    return DrawnShards("listed", strategy, ["worker"], len(shards), np.zeros(n), seed=0)
 
 
 class TestOwners:

@@ -23,7 +23,7 @@ from tests.device.pretend import upload
 pytestmark = pytest.mark.filterwarnings("ignore:.* poisons data, not updates")
 
 N, F = 11, 2
-RULES = fedsim.rules()
+RULES = fedsim.components("rules")
 NAMES = [registration.name for registration in rule if "models" not in registration.takes]
 LINEAR = ["mean", "weighted_mean"]
 COLUMNWISE = ["median", "trimmed_mean", "meamed", "phocas", "sign_vote", "bridge"]

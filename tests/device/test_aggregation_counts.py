@@ -70,7 +70,11 @@ def rows(n=N, d=D):
 
 
 def parameters_of(names):
-    known = {name for part in names for name in (fedsim.rules() | fedsim.pre_aggregators())[part].parameters}
+    known = {
+        name
+        for part in names
+        for name in (fedsim.components("rules") | fedsim.components("pre-aggregators"))[part].parameters
+    }
     return {key: value for key, value in {"f": F, "c": 1.0, "lam": 1.5}.items() if key in known}
 
 
@@ -101,7 +105,7 @@ def test_an_aggregation_on_a_gpu_takes_few_launches_and_waits(name, n, gpu):
 
 
 @pytest.mark.parametrize("n", [N, 10 * N])
-@pytest.mark.parametrize("name", fedsim.pre_aggregators())
+@pytest.mark.parametrize("name", fedsim.components("pre-aggregators"))
 def test_a_pre_aggregator_on_a_gpu_takes_few_launches_and_waits(name, n, gpu):
     on_gpu = upload(rows(n, N * D // n))
     with gpu.counting() as counts:
@@ -138,7 +142,7 @@ def test_a_mean_on_a_gpu_waits_for_nothing(weights, counted, gpu):
 @pytest.mark.parametrize("name", ["median", "meamed", "krum", "multi_krum", "bulyan", "signguard", "dnc"])
 def test_a_rule_that_exceeds_the_memory_of_a_gpu_works_in_blocks(name, gpu, monkeypatch):
     monkeypatch.setattr("fedsim.aggregation.numerics.columns.total_memory_of", lambda device: 8 * 64 * N * 1_000)
-    params = {"f": F} if "f" in fedsim.rules()[name].parameters else {}
+    params = {"f": F} if "f" in fedsim.components("rules")[name].parameters else {}
     updates = rows()
     on_gpu = upload(updates)
     assert [block.stop - block.start for block in small_blocks(on_gpu)] == [960] * 41 + [640]

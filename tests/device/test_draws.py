@@ -53,9 +53,9 @@ CALLS = {  # functions of images and draws
 def test_a_gpu_draws_the_numbers_of_the_cpu_without_a_wait(name):
     call, rounding = CALLS[name], 1e-6 if name in ("normal", "feature_noise") else 0  # of logarithms and cosines
     images = torch.randn(20, 1, 6, 6, generator=torch.Generator().manual_seed(0))
-    expected = [call(images, draws=draws) for draws in (Draws.of(0, "x", 1), Draws.of(0, "x", 1).steps()(7))]
+    expected = [call(images, draws=draws) for draws in (Draws.of("x", 1, seed=0), Draws.of("x", 1, seed=0).steps()(7))]
     with some_gpu() as pretend:
-        on_gpu, draws = to_gpu(images), Draws.of(0, "x", 1, device=GPU)
+        on_gpu, draws = to_gpu(images), Draws.of("x", 1, seed=0, device=GPU)
         with pretend.counting() if pretend else contextlib.nullcontext() as counts:
             drawn = [call(on_gpu, draws=draws), call(on_gpu, draws=draws.steps()(7))]
         assert all(tensor.is_cuda for tensor in drawn)
@@ -120,7 +120,7 @@ def test_random_operations_of_a_transform_draw_on_the_cpu_except_by_a_generator_
 
 
 def test_steps_share_the_launches_of_their_draws(gpu):
-    at = Draws.of(0, "x", device=GPU).steps()
+    at = Draws.of("x", seed=0, device=GPU).steps()
     at(0).uniform(64)
     with gpu.counting() as counts:
         for step in range(1, 50):
@@ -138,8 +138,8 @@ def test_sources_that_draw_together_draw_their_own_numbers(name, monkeypatch):
     images, times = torch.randn(20, 1, 6, 6, generator=torch.Generator().manual_seed(0)), [1, 1, 0, 1, 2]
     with some_gpu():
         on_gpu = to_gpu(images)
-        alone = [Draws.of(0, "x", *each, device=GPU) for each in coordinates]
-        together = Draws.of_all(0, "x", coordinates, device=on_gpu.device)
+        alone = [Draws.of("x", *each, seed=0, device=GPU) for each in coordinates]
+        together = Draws.of_all("x", coordinates, seed=0, device=on_gpu.device)
         assert [draws.key.item() for draws in together] == [draws.key.item() for draws in alone]
         for count, ours, theirs in zip(times, together, alone, strict=True):
             for _ in range(count):

@@ -11,7 +11,6 @@ import torch
 from typer.testing import CliRunner
 
 import fedsim
-from fedsim.asynchronous.policies.topologies import topology
 from fedsim.cli.main import app
 from fedsim.records.history import read_history
 
@@ -74,5 +73,5 @@ def test_the_scaffold_of_the_document_is_the_built_in_one(engine, tmp_path, monk
 
 def test_the_document_on_asynchronous_runs_lists_every_policy_topology_slowdown_and_noise():
     text = (ROOT / "docs/explanation/asynchronous.md").read_text()
-    kinds = fedsim.policies, fedsim.slowdowns, fedsim.noises, topology.names
-    assert all(f"`{name}`" in text for kind in kinds for name in kind())
+    kinds = "policies", "topologies", "slowdowns", "noises"
+    assert all(f"`{name}`" in text for kind in kinds for name in fedsim.components(kind))

@@ -85,12 +85,12 @@ def test_the_table_of_simulators_has_the_right_numbers_of_components():
     def count(row):
         return int(re.search(rf"^\|{row}[^|]*\|(\d+)", table, re.MULTILINE)[1])
 
-    assert count("aggregation rules besides means") == len(fedsim.rules()) - 2
-    assert count("pre-aggregation") == len(fedsim.pre_aggregators())
-    assert count("attacks") == len(fedsim.attacks()) - 1  # without "none"
+    assert count("aggregation rules besides means") == len(fedsim.components("rules")) - 2
+    assert count("pre-aggregation") == len(fedsim.components("pre-aggregators"))
+    assert count("attacks") == len(fedsim.components("attacks")) - 1  # without "none"
     optimizers = {"sgd", "adam", "adamw", "adagrad", "dp_sgd", "muon"}
     assert count("client algorithms") == len({*client_algorithm.names()} - optimizers)
-    assert count("asynchronous policies") == len(fedsim.policies()) - 1  # without "sync"
+    assert count("asynchronous policies") == len(fedsim.components("policies")) - 1  # without "sync"
 
 
 def test_the_readme_quotes_the_classic_program():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -15,12 +17,36 @@ from fedsim.records.history import FILES
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "docs" / "hooks"))  # as mkdocs does
-reference, docstrings = importlib.import_module("reference"), importlib.import_module("docstrings")
+reference, docstrings, blocks = map(importlib.import_module, ("reference", "docstrings", "blocks"))
 
 
 def test_every_public_name_is_in_one_section():
     names = [name for names in reference.PYTHON.values() for name in names.split()]
     assert sorted(names) == sorted(set(fedsim.__all__) - {"__version__"})
+
+
+def names_used_by(code):
+    """Return the names of fedsim that Python code uses, such as `fedsim.models.two_nn`."""
+    names = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "fedsim":
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and re.fullmatch(r"fedsim(\.\w+)+", name := ast.unparse(node)):
+            names.add(name)
+    return names
+
+
+def test_pages_and_programs_use_public_names_only():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    codes = [block.code for page in pages for block in blocks.blocks_of(page.read_text()) if block.language == "python"]
+    codes += [path.read_text() for name in ("experiments", "project_template") for path in (ROOT / name).rglob("*.py")]
+    public = {"fedsim": fedsim.__all__} | {module: reference.public_names(module)[1] for module in reference.MODULES}
+    used = set().union(*map(names_used_by, codes))
+    assert len(used) > 30
+    for name in used:
+        module = max((module for module in public if f"{name}.".startswith(f"{module}.")), key=len)
+        member = name.removeprefix(module).strip(".").partition(".")[0]
+        assert not member or member in public[module], name
 
 
 @pytest.mark.parametrize("kind", COMPONENTS)

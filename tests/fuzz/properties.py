@@ -349,7 +349,7 @@ def plain_loop(lab: Lab, settings: Settings) -> str | None:
     kept["workers"] = 1
     experiment = with_data(load_experiment(kept))
     train = _train(kept)
-    shard = torch.from_numpy(fedsim.partition(train.targets, "iid", 1, kept["seed"])[0])
+    shard = torch.from_numpy(fedsim.partition(train.targets, "iid", 1, seed=kept["seed"])[0])
     size = experiment.local.batch_size
     require(isinstance(size, int) and len(shard) >= size)
 
@@ -482,7 +482,7 @@ def permuted(lab: Lab, settings: Settings) -> str | None:
     train = _train(settings)
     params = experiment.partition.params
     try:
-        drawn = fedsim.partition(train.targets, experiment.partition.name, n, settings["seed"], **params)
+        drawn = fedsim.partition(train.targets, experiment.partition.name, n, seed=settings["seed"], **params)
     except (FedsimError, TypeError, ValueError):
         raise NotApplicable from None
     shards = [shard.tolist() for shard in drawn]

@@ -30,7 +30,7 @@ def result():
     [
         ("agregate", 'did you mean "aggregate"?'),
         ("Partition", 'did you mean "partition"'),
-        ("list_attacks", 'did you mean "attacks"'),
+        ("list_attacks", 'write fedsim.components("attacks")'),
         ("start_simulation", 'did you mean "run"?'),
         ("load_result", 'did you mean "load_run"?'),
         ("Krum", "in the settings of fedsim.run, write aggregate.rule=krum"),
@@ -200,8 +200,12 @@ MISTAKES = {
         r'fraction = 0.1: unknown key \(.*\); did you mean "ratio"\?$',
     ),
     "a seed that is not a whole number": (
-        lambda: fedsim.partition(LABELS_OF_9, "dirichlet", 3, 0.1),
+        lambda: fedsim.partition(LABELS_OF_9, "dirichlet", 3, seed=0.1),
         "seed = 0.1: must be a whole number$",
+    ),
+    "a seed without its name": (
+        lambda: fedsim.partition(LABELS_OF_9, "iid", 3, 7),
+        "partition: argument 4 = 7: must be passed by its name, such as seed=7$",
     ),
     "owners as groups": (
         lambda: fedsim.partition([0, 1], "natural", 2, groups=[0, 1]),

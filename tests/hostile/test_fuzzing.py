@@ -41,8 +41,8 @@ from tests.report.folders import invent_round, on_the_clock
 KEYS = sorted({*Experiment.model_fields, *_owners(Experiment), "comparison", "label", "variant"})
 NAMES = [
     registration
-    for kind in (fedsim.rules, fedsim.pre_aggregators, fedsim.attacks, fedsim.partitions, fedsim.policies)
-    for registration in kind()
+    for kind in ("rules", "pre-aggregators", "attacks", "partitions", "policies")
+    for registration in fedsim.components(kind)
 ]
 TABLES = [
     {"rounds": 2, "workers": 5, "model": {"name": "2nn", "hidden": 8}, "local": {"lr": 0.1, "steps": 3}},

@@ -45,7 +45,7 @@ def dataset(labels=LABELS):
 )
 def test_partitioners_are_partitions(name, arguments):
     def shards(seed):
-        return fedsim.partition(LABELS, flower_partition, WORKERS, seed, ids=IDS, partitioner=name, **arguments)
+        return fedsim.partition(LABELS, flower_partition, WORKERS, seed=seed, ids=IDS, partitioner=name, **arguments)
 
     assert sorted(np.concatenate(shards(0))) == list(range(N))
     assert all(map(np.array_equal, shards(0), shards(0)))
@@ -55,7 +55,9 @@ def test_partitioners_are_partitions(name, arguments):
 
 def test_a_partition_has_the_samples_of_its_partitioner():
     arguments = {"alpha": 0.5, "min_partition_size": 2}
-    shards = fedsim.partition(LABELS, flower_partition, WORKERS, 7, partitioner="DirichletPartitioner", **arguments)
+    shards = fedsim.partition(
+        LABELS, flower_partition, WORKERS, seed=7, partitioner="DirichletPartitioner", **arguments
+    )
     seed = int(numpy_generator(7, "partition").integers(2**31))
     partitioner = DirichletPartitioner(WORKERS, "label", seed=seed, **arguments)
     partitioner.dataset = dataset()
@@ -94,7 +96,7 @@ def test_every_partition_is_a_partitioner(strategy):
     params = PARAMS.get(strategy, {})
     partitioner = FedsimPartitioner(WORKERS, strategy, ids_by="writer", seed=3, **params)
     partitioner.dataset = dataset()
-    expected = fedsim.partition(LABELS, strategy, WORKERS, 3, ids=IDS, **params)
+    expected = fedsim.partition(LABELS, strategy, WORKERS, seed=3, ids=IDS, **params)
     assert partitioner.num_partitions == WORKERS
     for worker, shard in enumerate(expected):
         assert partitioner.load_partition(worker)["number"][:] == shard.tolist()

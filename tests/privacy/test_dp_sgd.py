@@ -44,7 +44,7 @@ def test_a_run_equals_a_plain_loop_over_samples(engine, tiny_experiment):
                 for place in range(len(inputs)):
                     gradient = plain.gradient(row, (inputs[place : place + 1], targets[place : place + 1]))
                     total += gradient * min(1.0, 0.05 * (1 - 1e-5) / float(gradient.norm()))
-                noise = Draws.of(0, "sample_privacy", round, worker, step).normal(len(row), dtype=row.dtype)
+                noise = Draws.of("sample_privacy", round, worker, step, seed=0).normal(len(row), dtype=row.dtype)
                 row -= 0.1 * (total + 0.4 * 0.05 * noise) / len(inputs)
             rows.append(row)
         plain.row = torch.stack(rows).mean(0)

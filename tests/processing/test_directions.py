@@ -59,7 +59,7 @@ def test_the_copy_converges_to_a_model_that_stays(name):
     model, copy = torch.randn(300, generator=torch.Generator().manual_seed(0)), torch.zeros(300)
     for round in range(700):
         difference = model - copy
-        apply_chain(chain, difference, 0, (round,), {}, purpose="broadcast")
+        apply_chain(chain, difference, (round,), {}, seed=0, purpose="broadcast")
         copy += difference
     assert (model - copy).norm() < 1e-3 * model.norm()
 

@@ -98,16 +98,16 @@ def test_a_columnwise_rule_that_takes_metrics_is_refused():
 )
 def test_a_result_of_another_shape_or_with_wrong_bytes_is_an_error(name, error):
     with pytest.raises(ExperimentError, match=error):
-        apply_chain(chain_of(f"tests.processing.test_processing:{name}"), torch.ones(2), 0, (1, 0), {})
+        apply_chain(chain_of(f"tests.processing.test_processing:{name}"), torch.ones(2), (1, 0), {}, seed=0)
 
 
 def test_each_place_of_a_chain_worker_and_round_draws_other_numbers():
     chain, row = chain_of("gaussian_noise", "gaussian_noise", std=1.0), torch.zeros(1000)
-    apply_chain(chain, row, 0, (1, 0), {})
+    apply_chain(chain, row, (1, 0), {}, seed=0)
     assert row.std() == pytest.approx(2**0.5, rel=0.1)  # for independent draws; equal draws would give 2
     other_rows = [torch.zeros(1000) for _ in range(3)]
     for other_row, coordinates in zip(other_rows, [(1, 0), (1, 1), (2, 0)], strict=True):
-        apply_chain(chain, other_row, 0, coordinates, {})
+        apply_chain(chain, other_row, coordinates, {}, seed=0)
     assert [torch.equal(row, other_row) for other_row in other_rows] == [True, False, False]
 
 

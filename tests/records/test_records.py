@@ -96,7 +96,9 @@ def test_a_virtual_population_is_described_by_sampled_workers(tiny_experiment, t
     assert (environment["smallest_shard"], environment["largest_shard"]) == (min(sizes), max(sizes)) == (1, 30)
     assert environment["workers_looked_at"] == 1000
     assert "1 to 30 samples each (tests.components:some, estimated from 1,000 workers)" in capsys.readouterr().out
-    shards = partition_shards(tiny(None)[0].targets, "tests.components:some", 10**6, tiny_experiment.get("seed", 0))
+    shards = partition_shards(
+        tiny(None)[0].targets, "tests.components:some", 10**6, seed=tiny_experiment.get("seed", 0)
+    )
     assert sizes == [shards.size(worker) for worker in partition["workers"]]
 
 

@@ -78,7 +78,7 @@ def test_they_equal_those_of_plain_pytorch(tables, tmp_path):
     tables = {**tables, "rounds": 1, "worker_evaluation": {"fine_tune": 2}, "workers": 4}
     result = fedsim.run(tables, out=tmp_path / "run")
     train, _ = fedsim.load_dataset("tests.components:tiny")
-    shards = partition_shards(train.targets, "dirichlet", 4, 0)
+    shards = partition_shards(train.targets, "dirichlet", 4, seed=0)
     trains, tests = hold_out(shards, 0.25, seed=0)
     read = Run.read(tmp_path / "run").workers
     assert read.round == 1
@@ -128,7 +128,7 @@ def test_the_accuracy_of_workers_is_that_of_the_model_that_each_of_them_would_us
     live = fedsim.run(tables, tmp_path / "run", local={"batch_size": 16, "lr": 0.2, **local})
     assert len({worker for record in live.history for worker in record.cohort}) < 5, "some workers take no part"
     train, _ = fedsim.load_dataset("tests.components:tiny")
-    shards = hold_out(partition_shards(train.targets, "dirichlet", 5, 0), 0.25, seed=0)[1]
+    shards = hold_out(partition_shards(train.targets, "dirichlet", 5, seed=0), 0.25, seed=0)[1]
     data = train.to(torch.device("cpu"), torch.float64)
     for result in (live, fedsim.load_run(tmp_path / "run", allow_imports=True)):
         losses, accuracies, samples = [], [], []

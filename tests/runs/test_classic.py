@@ -80,9 +80,9 @@ def test_the_classic_program_equals_the_engine_spawn(workers, rounds, rule, prin
 
 def test_draws_shuffle_samples_as_a_run_does():
     for epoch in range(3):
-        order = fedsim.Draws.of(7, "batches", 2, 5).steps()(epoch).permutation(101)
+        order = fedsim.Draws.of("batches", 2, 5, seed=7).steps()(epoch).permutation(101)
         assert torch.equal(order, batch_order(7, 2, 5, epoch, 101))
-    assert torch.equal(fedsim.Draws.of(7, "batches", 2, 5).permutation(101), batch_order(7, 2, 5, 0, 101))
+    assert torch.equal(fedsim.Draws.of("batches", 2, 5, seed=7).permutation(101), batch_order(7, 2, 5, 0, 101))
 
 
 def test_the_classic_program_prints_what_the_readme_shows(printed):

@@ -23,7 +23,7 @@ def test_power_of_choice_takes_the_workers_with_the_highest_loss_of_the_global_m
     tables |= {"rounds": 3, "cohort": 2, "sampling": {"name": "power_of_choice", "candidates": 6}}
     history = fedsim.run(tables).history
     train = components.tiny(None)[0].to(torch.device("cpu"), torch.float64)
-    shards = partition_shards(train.targets, "iid", 6, 0)
+    shards = partition_shards(train.targets, "iid", 6, seed=0)
     for rounds in (1, 2):
         model = fedsim.run({**tables, "rounds": rounds}).model
         losses = [loss_of(model, [train.gather(shards.of(worker))]).loss for worker in range(6)]

@@ -25,7 +25,7 @@ def shards_of(sizes):
 
 
 def sampler(size, sizes=SIZES, dropout=0.0, weighted=False, shards=None, **sampling):
-    return CohortSampler(Sampling(**sampling).component, 0, size, shards or shards_of(sizes), dropout, weighted)
+    return CohortSampler(Sampling(**sampling).component, size, shards or shards_of(sizes), dropout, weighted, seed=0)
 
 
 def frequencies(draw, n_workers):

@@ -105,7 +105,7 @@ def test_a_worker_s_view_comes_before_augmentation_and_that_before_poison(prepar
     task, shared = prepared(seed=5, partition=NOISE, data=AUGMENT, attack=BACKDOOR)
     batch_source = BatchSource(task, shared)
     for worker in (1, 2):
-        draws, poisoning = (Draws.of(5, purpose, 3, worker).steps() for purpose in ("augment", "poison"))
+        draws, poisoning = (Draws.of(purpose, 3, worker, seed=5).steps() for purpose in ("augment", "poison"))
         for step, (batch, positions) in enumerate(seen_with_positions(batch_source, worker, 3, 6)):
             of_step = draws(step)
             inputs, targets = shared.data.train.inputs[positions].double(), shared.data.train.targets[positions]
@@ -137,7 +137,7 @@ def test_samples_outside_of_training_are_seen_through_their_view_with_draws_of_t
     batch_source, train, tested = BatchSource(task, shared), shared.data.train, purpose != "losses"
     positions = shared.data.worker_tests.of(4) if tested else batch_source.shard(4).indices
     seen = list((batch_source.test_samples if tested else batch_source.samples_seen)(4, 3, 2))
-    view, poison = (Draws.of(0, f"{purpose}_{kind}", 3, 4).steps() for kind in ("view", "poison"))
+    view, poison = (Draws.of(f"{purpose}_{kind}", 3, 4, seed=0).steps() for kind in ("view", "poison"))
     assert len(seen) == len(positions.split(2)) > 1
     for number, ((inputs, targets), batch) in enumerate(zip(seen, positions.split(2), strict=True)):
         expected = task.transforms[4](images=train.inputs[batch].double(), draws=view(number))

@@ -69,7 +69,7 @@ def test_members_that_train_single_steps_have_the_augmentation_and_the_dropout_o
     for place, (worker, step) in enumerate(steps.items()):
         [positions] = islice(batch_source.positions(worker, 7), step, step + 1)
         images = shared.data.train.inputs[positions].double()
-        assert torch.equal(inputs[place], flip(images, Draws.of(5, "augment", 7, worker).steps()(step)))
+        assert torch.equal(inputs[place], flip(images, Draws.of("augment", 7, worker, seed=5).steps()(step)))
         assert torch.equal(targets[place], shared.data.train.targets[positions])
         key = torch.tensor([draw_key(5, "layers", 7, worker)])
         [masks_of_worker] = dropout_factors(key, step, 1, 4, [dropout], torch.float64)

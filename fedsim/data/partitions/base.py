@@ -50,8 +50,8 @@ def partition(
     labels: Sequence[int] | np.ndarray | Tensor,
     name: str,
     n_workers: int,
-    seed: int = 0,
     *,
+    seed: int = 0,
     ids: Ids = None,
     **params: Any,
 ) -> list[np.ndarray]:
@@ -60,7 +60,8 @@ def partition(
     Args:
         labels: class label of every sample, [n], on any device. Strategies that do not need classes accept any targets
             [n, ...].
-        name: the strategy: a registered name (see `fedsim.partitions()`), "package.module:function", or a function.
+        name: the strategy: a registered name (see `fedsim.components("partitions")`), "package.module:function", or
+            a function.
         n_workers: number of shards, 1 <= n_workers <= n (no upper limit for a virtual strategy).
         seed: seed for all random draws.
         ids: the owner (writer or user) of each sample, [n], numbers or strings, for strategies that need owners.
@@ -82,7 +83,7 @@ def partition(
     >>> [len(shard) for shard in fedsim.partition(labels, "dirichlet", 2, seed=1, alpha=1.0)]
     [2, 6]
     """
-    shards = partition_shards(labels, name, n_workers, seed, ids=ids, **params)
+    shards = partition_shards(labels, name, n_workers, seed=seed, ids=ids, **params)
     return [shards.of(worker).numpy() for worker in range(len(shards))]
 
 
@@ -90,8 +91,8 @@ def partition_shards(
     labels: Sequence[int] | np.ndarray | Tensor,
     name: str,
     n_workers: int,
-    seed: int = 0,
     *,
+    seed: int = 0,
     ids: Ids = None,
     index_of: np.ndarray | None = None,
     **params: Any,
@@ -115,7 +116,7 @@ def partition_shards(
     _check_input(targets, n_workers, virtual)
     _check_needs(name, registration.takes, targets, ids)
     if virtual:
-        return DrawnShards(name, registration.bind(params), registration.takes, n_workers, seed, labels, ids)
+        return DrawnShards(name, registration.bind(params), registration.takes, n_workers, labels, ids, seed=seed)
     values = {"labels": targets, "n_workers": n_workers, "rng": numpy_generator(seed, "partition"), "ids": ids}
     if "by_class" in registration.takes:
         values["by_class"] = samples_by_class(targets) if has_classes(targets) else None

@@ -120,9 +120,9 @@ class DrawnShards(Shards):
             number without drawing them.
         takes: names of the inputs that `strategy` accepts, among labels, n_workers, rng, ids, worker and by_class.
         n_workers: number of workers.
-        seed: seed for all random draws.
         labels: class labels or other targets, [n]. A tensor is shared between processes.
         ids: dict from column name to the owner of each sample, [n], for a strategy with an input `ids`.
+        seed: seed for all random draws.
     """
 
     listed = False
@@ -133,9 +133,10 @@ class DrawnShards(Shards):
         strategy: Callable[..., Any],
         takes: Collection[str],
         n_workers: int,
-        seed: int,
         labels: np.ndarray | Tensor,
         ids: Mapping[str, np.ndarray] | None = None,
+        *,
+        seed: int,
     ) -> None:
         self._name, self._strategy, self._takes = name, strategy, frozenset(takes)
         self._n_workers, self._seed, self._labels = n_workers, seed, labels
@@ -209,16 +210,16 @@ class DrawnShards(Shards):
             )
 
 
-def hold_out(shards: Shards, fraction: float, seed: int, strata: Strata = NO_STRATA) -> tuple[Shards, Shards]:
+def hold_out(shards: Shards, fraction: float, strata: Strata = NO_STRATA, *, seed: int) -> tuple[Shards, Shards]:
     """Split every worker's shard at random into training samples and local test samples.
 
     Args:
         shards: shards of all workers.
         fraction: fraction of test samples, 0 < fraction < 1. A worker with n samples has round(fraction n) test
             samples, but at least one and at most n - 1. A worker with a single sample has no test samples.
-        seed: seed for the splits. Each worker's split depends only on (seed, worker).
         strata: classes and owners of all samples of the data set, which each worker's split respects (see `draw_part`).
             A worker has fewer test samples if its classes have too few samples, and none if all samples have one owner.
+        seed: seed for the splits. Each worker's split depends only on (seed, worker).
 
     Returns (training shards, test shards). If `shards` are drawn on demand, so are both results.
 
@@ -226,7 +227,7 @@ def hold_out(shards: Shards, fraction: float, seed: int, strata: Strata = NO_STR
     >>> train.size(0), test.size(0)
     (8, 2)
     """
-    part = partial(PartOfShards, shards, fraction, seed, strata)
+    part = partial(PartOfShards, shards, fraction, strata, seed=seed)
     parts = part(held_out=False), part(held_out=True)
     if not shards.listed:
         return parts
@@ -240,13 +241,13 @@ class PartOfShards(Shards):
     Args:
         shards: shards of all workers.
         fraction: fraction of test samples, 0 < fraction < 1.
-        seed: seed for the splits.
         strata: classes and owners of all samples of the data set.
+        seed: seed for the splits.
         held_out: whether this object contains the test part.
     """
 
     def __init__(
-        self, shards: Shards, fraction: float, seed: int, strata: Strata = NO_STRATA, *, held_out: bool
+        self, shards: Shards, fraction: float, strata: Strata = NO_STRATA, *, seed: int, held_out: bool
     ) -> None:
         self._shards, self._fraction, self._seed, self._held_out = shards, fraction, seed, held_out
         self._strata, self._observes = strata, any(values is not None for values in strata)

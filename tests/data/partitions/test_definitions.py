@@ -41,7 +41,7 @@ def test_quantity_cuts_a_shuffled_whole_by_dirichlet_shares():
 
 
 def test_quantity_in_proportion_to_lognormal_draws():
-    sizes = sizes_of(np.zeros(1000), "quantity", 4, 2, distribution="lognormal", sigma=0.5)
+    sizes = sizes_of(np.zeros(1000), "quantity", 4, seed=2, distribution="lognormal", sigma=0.5)
     draws = numpy_generator(2, "partition").lognormal(0, 0.5, 4)
     ends = [int(sum(draws[: worker + 1]) / sum(draws) * 1000) for worker in range(3)]
     assert sizes == [ends[0], ends[1] - ends[0], ends[2] - ends[1], 1000 - ends[2]]
@@ -116,7 +116,7 @@ LABELS = np.random.default_rng(5).choice(6, 3000, p=[0.3, 0.25, 0.2, 0.15, 0.07,
 
 
 def counts_of(labels, workers, strategy, seed=0, **params):
-    return fedsim.label_counts(labels, fedsim.partition(labels, strategy, workers, seed, **params))
+    return fedsim.label_counts(labels, fedsim.partition(labels, strategy, workers, seed=seed, **params))
 
 
 def plain_dirichlet(labels, workers, rng, alpha, min_size, balanced):
@@ -149,7 +149,7 @@ def plain_dirichlet(labels, workers, rng, alpha, min_size, balanced):
 def test_dirichlet_matches_its_definition(alpha, min_size, balanced):
     for seed in range(2):
         params = {"alpha": alpha, "min_size": min_size, "balanced": balanced}
-        shards = fedsim.partition(LABELS, "dirichlet", 8, seed, **params)
+        shards = fedsim.partition(LABELS, "dirichlet", 8, seed=seed, **params)
         expected = plain_dirichlet(LABELS, 8, numpy_generator(seed, "partition"), **params)
         assert [shard.tolist() for shard in shards] == expected
 
@@ -180,7 +180,7 @@ def one_at_a_time(mixture, left, wanted, rng):
 @pytest.mark.parametrize("workers", [1, 7, 50])
 def test_dirichlet_workers_matches_its_definition(alpha, workers):
     for seed in range(2):
-        shards = fedsim.partition(LABELS, "dirichlet_workers", workers, seed, alpha=alpha)
+        shards = fedsim.partition(LABELS, "dirichlet_workers", workers, seed=seed, alpha=alpha)
         rng = numpy_generator(seed, "partition")
         counts, left = np.zeros((workers, 6), int), np.bincount(LABELS).tolist()
         for worker in range(workers):

@@ -51,7 +51,7 @@ def test_transforms_are_deterministic_and_keep_the_shape(strategy, images):
         assert again == transform
         for dtype in (torch.float32, torch.float64):
             batch = images.to(dtype)
-            first, second = (ImageTransform.of(t)(batch, {"draws": Draws.of(1, "x")}) for t in (transform, again))
+            first, second = (ImageTransform.of(t)(batch, {"draws": Draws.of("x", seed=1)}) for t in (transform, again))
             assert torch.equal(first, second)
             assert (first.shape, first.dtype, first.device) == (batch.shape, dtype, batch.device)
     assert torch.equal(images, before)
@@ -60,7 +60,7 @@ def test_transforms_are_deterministic_and_keep_the_shape(strategy, images):
 def test_noise_has_its_variance():
     transforms = fedsim.partition_transforms("feature_noise", 4, sigma=0.8)
     assert transforms == [GaussianNoise(v) for v in (0.8 * 1 / 4, 0.8 * 2 / 4, 0.8 * 3 / 4, 0.8 * 4 / 4)]
-    draws, zeros = Draws.of(0, "x"), torch.zeros(400, 1, 10, 10, dtype=torch.double)
+    draws, zeros = Draws.of("x", seed=0), torch.zeros(400, 1, 10, 10, dtype=torch.double)
     for number, transform in enumerate(transforms, start=1):
         noise = transform(images=zeros, draws=draws)
         assert float(noise.mean()) == pytest.approx(0, abs=0.01)
@@ -98,7 +98,7 @@ def test_rotations_are_bilinear(shape, degrees):
 def test_the_memory_format_is_kept(images):
     batch = images.contiguous(memory_format=torch.channels_last)
     for transform in (Rotation(90), Rotation(45), GaussianNoise(1.0)):
-        assert ImageTransform.of(transform)(batch, {"draws": Draws.of(0, "x")}).stride() == batch.stride()
+        assert ImageTransform.of(transform)(batch, {"draws": Draws.of("x", seed=0)}).stride() == batch.stride()
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def batch():
 @pytest.mark.parametrize("registration", list(augmentation), ids=lambda registration: registration.name)
 def test_every_augmentation_is_deterministic(registration, batch):
     augment, before = registration.bind(registration.check({})), batch.clone()
-    first, again, with_seed_2 = (augment(batch, Draws.of(seed, "augment")) for seed in (1, 1, 2))
+    first, again, with_seed_2 = (augment(batch, Draws.of("augment", seed=seed)) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, with_seed_2)
     assert first.shape == batch.shape
@@ -117,16 +117,16 @@ def test_every_augmentation_is_deterministic(registration, batch):
 
 
 def test_flip_mirrors_about_half_of_the_images(batch):
-    flipped = flip(batch, Draws.of(0, "x"))
+    flipped = flip(batch, Draws.of("x", seed=0))
     mirrored = [torch.equal(a, b.flip(2)) for a, b in zip(flipped, batch, strict=True)]
     unchanged = [torch.equal(a, b) for a, b in zip(flipped, batch, strict=True)]
     assert all(m != k for m, k in zip(mirrored, unchanged, strict=True))
     assert 10 < sum(mirrored) < 40
-    assert torch.equal(flip(batch, Draws.of(0, "x"), probability=1.0), batch.flip(3))
+    assert torch.equal(flip(batch, Draws.of("x", seed=0), probability=1.0), batch.flip(3))
 
 
 def test_shift_moves_images_and_repeats_the_edge(batch):
-    shifted = shift(batch, Draws.of(0, "x"), pixels=2)
+    shifted = shift(batch, Draws.of("x", seed=0), pixels=2)
     rows, columns = torch.arange(9), torch.arange(7)
     offsets = set()
     for before, after in zip(batch, shifted, strict=True):
@@ -143,7 +143,7 @@ def test_shift_moves_images_and_repeats_the_edge(batch):
 
 
 def test_crop_cuts_a_window_of_the_padded_image(batch):
-    cropped = crop(batch, Draws.of(0, "x"), padding=2)
+    cropped = crop(batch, Draws.of("x", seed=0), padding=2)
     padded, offsets = F.pad(batch, [2] * 4), set()
     for number, after in enumerate(cropped):
         windows = {
@@ -156,7 +156,7 @@ def test_crop_cuts_a_window_of_the_padded_image(batch):
 
 @pytest.mark.parametrize("size", [1, 3, 4, 20])
 def test_cutout_sets_a_square_around_a_pixel_of_the_image_to_zero(batch, size):
-    altered, centres = cutout(batch, Draws.of(0, "x"), size=size), set()
+    altered, centres = cutout(batch, Draws.of("x", seed=0), size=size), set()
     for before, after in zip(batch, altered, strict=True):
         fitting = set()
         for y in range(9):
