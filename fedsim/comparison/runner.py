@@ -65,6 +65,9 @@ from fedsim.system.limits import without_inner_frames
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from typing_extensions import Unpack
+
+    from fedsim.config.typed_keys import ExperimentKeys
 
 
 def compare(
@@ -81,7 +84,7 @@ def compare(
     *,
     progress: bool | None = None,
     allow_imports: bool = False,
-    **changes: Any,
+    **changes: Unpack[ExperimentKeys],
 ) -> Comparison:
     """Run an experiment for every combination of the given values, and compare the results.
 

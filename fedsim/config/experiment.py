@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -45,6 +45,11 @@ from fedsim.errors import MAX_NAME, DataError, ExperimentError, show
 from fedsim.hints.meanings import VOCABULARY, answer
 from fedsim.system.files import is_outside, user_path
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fedsim.config.typed_keys import ExperimentKeys
+
 
 class Experiment(Settings):
     """All settings of a run, checked on construction. Every key has a default. Tables are passed as dicts.
@@ -58,8 +63,8 @@ class Experiment(Settings):
 
     _awaits_data: bool = PrivateAttr(default=False)
 
-    def __init__(self, **tables: Any) -> None:
-        tables = plain(tables)
+    def __init__(self, **keys: Unpack[ExperimentKeys]) -> None:
+        tables: dict[str, Any] = plain(keys)
         if problem := problem_with_words(tables):
             raise ExperimentError(problem)
         try:

@@ -15,6 +15,7 @@ from fedsim.errors import ExperimentError, show
 from fedsim.hints.meanings import answer, nearest
 
 if TYPE_CHECKING:
+    from fedsim.config.typed_keys import Kind
     from fedsim.core.registry import Registration
 
 EXPERIMENTS, KEYS = "experiments", "keys"
@@ -69,7 +70,7 @@ class AllKinds(dict[str, list[str]]):
 @overload
 def components(kind: None = None) -> AllKinds: ...
 @overload
-def components(kind: str) -> ListedKind: ...
+def components(kind: Kind | str) -> ListedKind: ...
 def components(kind: str | None = None) -> AllKinds | ListedKind:
     """Return what experiments can name: rules, models, data sets and all other kinds of components.
 

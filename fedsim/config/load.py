@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedsim.config.engines import engine_class, traits_of
 from fedsim.config.experiment import Experiment, refuse_untrusted_root
@@ -22,6 +22,11 @@ from fedsim.errors import DataError, ExperimentError, SettingWarning, cut, show
 from fedsim.system.files import is_file
 from fedsim.system.limits import without_inner_frames
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fedsim.config.typed_keys import ExperimentKeys
+
 PATHS = (  # keys of paths
     *("data.path", "data.test_path", "data.images", "model.weights", "partition.path"),
     *("sampling.trace", "policy.topology.path", "clock.noise.path", "clock.replay_log"),
@@ -34,7 +39,7 @@ def load_experiment(
     overrides: Iterable[str] = (),
     *,
     allow_imports: bool = False,
-    **changes: Any,
+    **changes: Unpack[ExperimentKeys],
 ) -> Experiment:
     """Load an experiment, apply changes, and check the result.
 

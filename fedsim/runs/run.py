@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedsim.callbacks.callback import Callback, FunctionCallback, UserCallbacks
 from fedsim.callbacks.early_stopping import FinalWorkerTests, StopEarly
@@ -37,6 +37,11 @@ from fedsim.runs.setup import begun
 from fedsim.system.files import user_path
 from fedsim.system.limits import without_inner_frames
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fedsim.config.typed_keys import ExperimentKeys
+
 
 def run(
     experiment: Experiment | Mapping[str, Any] | str | Path | None = None,
@@ -50,7 +55,7 @@ def run(
     session: Session | None = None,
     progress: bool | None = None,
     allow_imports: bool = False,
-    **changes: Any,
+    **changes: Unpack[ExperimentKeys],
 ) -> Result:
     """Run an experiment, and return its result.
 
