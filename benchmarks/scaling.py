@@ -31,7 +31,7 @@ COHORTS, POPULATION = (1, 3, 10, 30, 100, 300, 1000), 10**4
 POPULATIONS, COHORT = (10**2, 10**3, 10**4, 10**5, 10**6), 10
 ALLOWED = 1.5  # allowed ratio of round times, largest to smallest population
 TOLERANCE = 1e-9  # allowed difference between rows of engines, in float64
-PICTURE = Path(__file__).resolve().parent.parent / "docs" / "scaling_cpu.png"
+PICTURE = Path(__file__).resolve().parent.parent / "docs" / "how-to" / "scaling_cpu.png"
 COLOURS = ("#0072B2", "#D55E00")  # blue and vermilion of Okabe and Ito, distinguishable with colour blindness
 
 

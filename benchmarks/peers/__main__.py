@@ -37,9 +37,9 @@ WORKLOADS = OWN | PUBLISHED
 FILE = RESULTS / "peers-cpu.json"
 PAGE = ROOT / "docs" / "explanation" / "performance.md"
 ROWS = {  # of the page: label, and for fedsim key, factor and format; for the others the ratio
-    "whole run": ("run_seconds", 1, "{:.1f} s"),
-    "round": ("round_seconds", 1, "{:.2f} s"),
-    "memory": ("peak_mb", 0.001, "{:.2f} GB"),
+    "run": ("run_seconds", 1, "{:.1f}"),
+    "round": ("round_seconds", 1, "{:.2f}"),
+    "memory": ("peak_mb", 0.001, "{:.2f}"),
 }
 COLUMNS = {  # of the printed table: key of the figures and format
     **{"round_seconds": "{:.3f} s", "round_over_fedsim": "{:.2f}", "round_over_bare": "{:.2f}"},

@@ -50,16 +50,15 @@ NOT_KEPT = ("weights", "seconds", "timeline")  # large entries that no figure sh
 CORES = 2  # to which the minutes of reproduced results refer
 DIGITS = 6  # significant digits of the stored numbers
 MOST_WIDE = 3  # maximum number of columns with intervals that fit on a page
-TABLE_COLUMNS = ("score", "difference", "best_accuracy", "bytes", "to_target", "bytes_to_target")
+TABLE_COLUMNS = ("score", "difference", "bytes", "to_target", "bytes_to_target")
 CLOCK_COLUMNS = ("updates_to_target", "arrivals_to_target")  # for runs on the virtual clock
 OVER_GAPS = {"x": "spectral_gap"}  # arguments of a figure that `fedsim.plot` does not draw
 EXPLANATIONS = {  # below a table that contains the text
-    " highest ": "`highest` is the highest accuracy of any round.",
     " updates ": (
-        "`updates` of the global model and `arrivals` of models or gradients from workers are counted until the first "
-        "test that reaches the target."
+        "`updates` of the global model and `arrivals` from workers are counted until the first test that reaches the "
+        "target."
     ),
-    "±": "± is the 95 percent confidence interval, computed from the seeds.",
+    "±": "± is the 95 percent confidence interval over the seeds.",
     " of 3)": "`(2 of 3)` means that two of three seeds reached the target, with the values in parentheses.",
     "**": "The best results are bold.",
 }
@@ -322,7 +321,8 @@ def figures(name: str) -> Iterator[tuple[bytes, str]]:
         for arguments in about(name)["figures"]:
             figure = over_spectral_gaps(folder) if arguments == OVER_GAPS else fedsim.plot(folder, **arguments)
             with PAPER.applied():
-                yield encode(figure, "png", 160), figure.get_label()
+                caption, _, _ = figure.get_label().partition("; between two tests")  # which the first page says
+                yield encode(figure, "png", 160), caption.rstrip(".") + "."
 
 
 def over_spectral_gaps(folder: Path) -> Figure:
@@ -368,11 +368,15 @@ def section(name: str, pictures: dict[str, bytes]) -> str:
         for number, (picture, caption) in enumerate(figures(name)):
             file = f"{Path(name).name}-{number}.png" if number else f"{Path(name).name}.png"
             pictures[file] = picture
-            parts.append(f"![{first}]({file})\n\n*{caption}*")
+            below = f"*{caption}*"
+            if below == parts[-1]:  # once, below the last of several figures
+                parts.pop()
+            parts += [f"![{caption.partition('. ')[0]}]({file})", below]
         parts.append(results_table(name, known.get("table")))
+        processor = known["processor"].replace("(R)", "").removesuffix(" Processor")
         parts.append(
-            f"{known['runs']} runs of `experiments/{name}.toml`, {_hours(known['core_hours'])} of one core in all "
-            f"({known['processor']}, PyTorch {known['torch']}, {known['date']})."
+            f"{known['runs']} runs of `experiments/{name}.toml`, {_hours(known['core_hours'])} of one core "
+            f"({processor}, PyTorch {known['torch']}, {known['date']})."
         )
     return "\n\n".join(parts)
 
@@ -430,6 +434,8 @@ def _table_of_rows(comparison: Comparison) -> str:
     cells = filled(available, names, comparison.rows)
     headings = [*comparison.compared, *(available[column].heading for column in cells)]
     texts = [[str(cell) for cell in column] for column in cells.values()]
+    if len(comparison.rows) == 1:
+        return " ".join(f"{heading.capitalize()}: {text}." for heading, (text,) in zip(headings, texts, strict=True))
     labels = [_labels(comparison, row, comparison.compared) for row in comparison.rows]
     return _markdown_table(headings, [[*first, *line] for first, *line in zip(labels, *texts, strict=True)])
 

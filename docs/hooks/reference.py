@@ -116,7 +116,7 @@ def component_page(kind: str, pictures: dict[str, str]) -> str:
     sections = [_component_section(registration, pictures.get(registration.name)) for registration in components]
     if kind == "client-algorithms":
         sections.append(_methods_of_algorithms())
-    return "\n\n".join([f"# {KINDS[kind]}", lead, "\n".join(["| name | |", "|---|---|", *rows]), *sections])
+    return "\n\n".join([f"# {KINDS[kind]}", lead, _table(["name", ""], rows), *sections])
 
 
 def _methods_of_algorithms() -> str:
@@ -132,7 +132,7 @@ def _methods_of_algorithms() -> str:
         "A round calls the methods of `ClientAlgorithm` in this order. `row` is a flat parameter vector [d]. `rows` "
         "are one or several such vectors [..., d]. To define a method of another base class, derive from that class."
     )
-    table = "\n".join(["| method | base class | |", "|---|---|---|", *rows])
+    table = _table(["method", "base class", ""], rows)
     return "\n\n".join(["## Methods of a client algorithm", markdown_of(ClientAlgorithm, {}), lead, table])
 
 
@@ -165,10 +165,11 @@ def _default(field: Any) -> str:
     return "by default unset" if field.default is None else f"by default `{show(field.default)}`"
 
 
-def _settings(head: list[str], rows: list[str]) -> str:
-    """Return a table that the style sheet shows as a list on narrow screens."""
+def _table(head: list[str], rows: list[str]) -> str:
+    """Return a table that the style sheet shows as a list on narrow screens, with labels if it has defaults."""
     table = "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows])
-    return f'<div class="settings" markdown="1">\n\n{table}\n\n</div>'
+    classes = "listed settings" if head[-1] == "default" else "listed"
+    return f'<div class="{classes}" markdown="1">\n\n{table}\n\n</div>'
 
 
 def experiment_page() -> str:
@@ -189,7 +190,7 @@ def experiment_page() -> str:
             for key in table.keys
         ]
         if rows:
-            parts.append(_settings(["key", "meaning", "type", "default"], rows))
+            parts.append(_table(["key", "meaning", "type", "default"], rows))
         if table.components:
             parts.append(
                 "Further keys: the parameters of the named component, see "
@@ -219,7 +220,7 @@ def command_page() -> str:
             default = parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
             shown = "" if default in (None, False) or callable(default) else f"`{cell(str(default))}`"
             rows.append(f"| {names} | {cell(escaped(parameter.help or ''))} | {shown} |")
-        parts.append(_settings(["argument", "meaning", "default"], rows))
+        parts.append(_table(["argument", "meaning", "default"], rows))
     return "\n\n".join(parts)
 
 
@@ -309,11 +310,7 @@ def run_folder_page() -> str:
 
     files = [f"| `{name}` | {cell(escaped(text))} |" for name, text in FILES.items()]
     comparison = inspect.getdoc(importlib.import_module("fedsim.comparison.folder")) or ""
-    parts = [
-        "# Run folder",
-        "Every file is written whole or not at all.",
-        "\n".join(["| file | |", "|---|---|", *files]),
-    ]
+    parts = ["# Run folder", "Every file is written whole or not at all.", _table(["file", ""], files)]
     kinds = {
         "A round": record.RoundRecord,
         "asynchronous": record.AsyncRecord,
@@ -325,7 +322,7 @@ def run_folder_page() -> str:
         rows = [f"| `{name}` | {cell(escaped(described.get(name, '')))} |" for name in kind.__dataclass_fields__]
         heading = f"## {title}" if kind is record.RoundRecord else f"## The field `{title}`"
         parts += [heading, escaped((inspect.getdoc(kind) or "").partition(">>>")[0].strip())]
-        parts.append("\n".join(["| field | |", "|---|---|", *rows]))
+        parts.append(_table(["field", ""], rows))
     head, _, rest = comparison.partition("\n")
     parts += ["## Folder of a comparison", escaped(head), f"```text\n{rest.strip()}\n```"]
     return "\n\n".join(parts)

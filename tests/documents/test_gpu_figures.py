@@ -5,7 +5,6 @@ The figures themselves are compared in test_figures.py.
 
 from __future__ import annotations
 
-import collections
 import json
 import re
 
@@ -45,11 +44,7 @@ def test_the_sentences_count_and_compare_the_stored_figures():
 
 def test_only_the_first_round_of_w3_met_its_goal():
     assert [verdict.goal[:2] for verdict in verdicts(FIGURES) if verdict.met] == [("w3, batched", "first_round_ms")]
-    counts = collections.Counter(verdict.word for verdict in verdicts(FIGURES))
-    text = (
-        f"Of {len(GOALS)} GPU goals (`benchmarks/gpu/goals.py`), one was met (at most 300 ms for the first round of w3)"
-    )
-    text += f", {counts['missed']} were missed and {counts['not measured']} were not measured."
+    text = f"Of {len(GOALS)} goals (`benchmarks/gpu/goals.py`), one was met."
     assert text in " ".join(PERFORMANCE.split())
     unknown = {verdict.goal.measurement for verdict in verdicts(FIGURES) if verdict.met is None}
     assert unknown == {"char_lstm, batched", "w3, processes"}
