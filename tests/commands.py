@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import pty
 import re
 import socket
 import struct
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
-
-from tests.forking import Program
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,6 +37,8 @@ def run_python(*words, timeout=300, **options):
 
 def start(*words, cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more):
     """Start `python *words` in a new process group. The process is forked from a server that has imported fedsim."""
+    from tests.forking import Program  # not on Windows
+
     return Program(latest(words), cwd=cwd, environment=environment(**more), stdout=stdout, stderr=stderr)
 
 
@@ -119,6 +116,10 @@ def read_until(process, beginning):
 
 def run_on_a_terminal(*words, cwd):
     """Run `python *words` with a terminal as stderr, and return its stdout and what the terminal received."""
+    import fcntl  # these are not on Windows
+    import pty
+    import termios
+
     ours, theirs = pty.openpty()
     # tqdm prints nothing in a window of size 0
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))

@@ -24,7 +24,6 @@ from fedsim.runs.setup import begun
 from tests.commands import latest
 from tests.components import TINY_TEST, TINY_TRAIN
 from tests.engines.zoo import experiment
-from tests.forking import fork_workers
 from tests.leftovers import left_behind, segments
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT, the tests must not
@@ -34,7 +33,10 @@ for folder in (Path(fedsim.__file__).parent, Path(__file__).parent):
     compileall.compile_dir(folder, quiet=2, rx=re.compile(r"/test_\w+\.py$"))
 for name in ("GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS"):  # with these, typer and rich write colour codes into pipes
     os.environ.pop(name, None)
-fork_workers()
+if sys.platform == "linux":
+    from tests.forking import fork_workers
+
+    fork_workers()
 os.fsync = lambda file: None  # fsync takes milliseconds, thousands of times, and no test cuts the power
 painter.encode = lambda figure, format: b""  # drawing a picture takes 0.1 s; see the fixture `pictures`
 torch.set_num_threads(1)  # several test processes share the cores

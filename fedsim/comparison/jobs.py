@@ -6,7 +6,6 @@ A job is a `ProcessPool` with a single process, so a process that dies costs one
 from __future__ import annotations
 
 import contextlib
-import signal
 import threading
 import warnings
 from collections import deque
@@ -200,7 +199,7 @@ def _reason_of_failure(planned: PlannedRun, number: int, error: FedsimError) -> 
     """
     if not isinstance(error, ProcessLostError):
         return str(error)
-    if signal.SIGKILL.name in error.why:
+    if "SIGKILL" in error.why:
         line = f"{error}; if memory ran out, try fewer jobs"
         error = ProcessLostError(line, error.why, error.process, error.worker)
     retries = planned.experiment.max_restarts

@@ -92,7 +92,7 @@ def init_child_process() -> None:
     show_warnings_as_lines()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process inherits the handler of its parent
-    if hasattr(signal, "pthread_sigmask"):
+    if sys.platform != "win32":
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
     _end_with_parent()
 
@@ -157,7 +157,7 @@ def exit_if_imported_by_child() -> None:
 @contextlib.contextmanager
 def signals_deferred() -> Iterator[None]:
     """Delay Ctrl-C and SIGTERM until the block ends. Processes started inside the block have both signals blocked."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_sigmask"):
+    if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":  # cannot block signals
         yield
         return
     with _safe_path():
@@ -201,7 +201,8 @@ def _end_with_parent() -> None:
         parent.join()
         os._exit(1)
 
-    with contextlib.suppress(OSError, AttributeError):  # Linux: the kernel ends this process, even if it is stopped
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # the kernel ends this process, even if it is stopped
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(RuntimeError):  # no thread can be started; rely on the kernel
         threading.Thread(target=wait, daemon=True).start()

@@ -19,10 +19,10 @@ import io
 import os
 import pickle
 import socket
+import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from multiprocessing.connection import Connection
 from multiprocessing.context import get_spawning_popen, set_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -35,7 +35,6 @@ from torch.multiprocessing import reductions
 from fedsim.core.import_policy import local_modules
 from fedsim.errors import ExperimentError, one_line, show
 
-PASSES_FILES = hasattr(socket, "send_fds")  # false on Windows, where multiprocessing passes handles itself
 COUNT_BYTES = 4  # a message starts with the number of files, in this many bytes
 MAX_FILES = 200  # in one system call; Linux allows 253
 DISMISSED = b""  # sent instead of a message to end the receiver
@@ -145,7 +144,7 @@ class Channel:
     `multiprocessing.connection.wait` accepts channels.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Any) -> None:  # PipeConnection on Windows, Connection elsewhere
         self._connection = connection
         self._lent: dict[int, torch.UntypedStorage] = {}  # CUDA memory of sent tensors, by address
 
@@ -157,7 +156,7 @@ class Channel:
         self._connection.send_bytes(len(descriptors).to_bytes(COUNT_BYTES, "big") + message.data)
         for start in range(0, len(descriptors), MAX_FILES):
             with self._socket() as pipe:
-                socket.send_fds(pipe, [b"\0"], descriptors[start : start + MAX_FILES])
+                socket.send_fds(pipe, [b"\0"], descriptors[start : start + MAX_FILES])  # type: ignore[attr-defined, unused-ignore]
 
     def dismiss(self) -> None:
         """Ask the other end of the pipe to stop. No messages may be sent afterwards."""
@@ -177,7 +176,7 @@ class Channel:
         count, descriptors = int.from_bytes(data[:COUNT_BYTES], "big"), list[int]()
         while len(descriptors) < count:
             with self._socket() as pipe:
-                mark, received, *_ = socket.recv_fds(pipe, 1, MAX_FILES)
+                mark, received, *_ = socket.recv_fds(pipe, 1, MAX_FILES)  # type: ignore[attr-defined, unused-ignore]
             if not mark or not received:
                 raise EOFError
             descriptors += received
@@ -195,7 +194,7 @@ class Channel:
         self.forget()
 
     def _socket(self) -> socket.socket:
-        """Return the pipe as a socket, on systems where PASSES_FILES is true."""
+        """Return the pipe as a socket. Not on Windows, where messages have no files."""
         pipe = socket.socket(fileno=os.dup(self._connection.fileno()))
         pipe.settimeout(None)  # a default timeout of the user would make the connection non-blocking too
         return pipe
@@ -212,14 +211,29 @@ class _File:
         return os.dup(_received.get()[self._index])
 
 
+def shared_file(descriptor: int) -> Any:
+    """Return an object that stands for an open file in a pickled message. `detach` returns a descriptor there.
+
+    Raises ExperimentError on Windows.
+    """
+    if sys.platform == "win32":
+        raise ExperimentError(
+            "worker states that are kept between rounds: Windows cannot share their files with processes; use "
+            "engine=serial"
+        )
+    from multiprocessing.reduction import DupFd  # type: ignore[attr-defined, unused-ignore]
+
+    return DupFd(descriptor)
+
+
 @contextlib.contextmanager
 def _collecting(message: Message) -> Iterator[None]:
     """Return a context manager in which the files of pickled objects are added to `message`."""
-    if not PASSES_FILES:
+    if sys.platform == "win32":  # multiprocessing passes handles itself
         yield
         return
     before = get_spawning_popen()
-    set_spawning_popen(message)  # type: ignore[arg-type]
+    set_spawning_popen(message)  # type: ignore[arg-type, unused-ignore]
     try:
         yield
     finally:

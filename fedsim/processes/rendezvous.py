@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import struct
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -256,9 +257,11 @@ def _listen(host: str, port: int) -> int:
 
 def interface_towards(host: str) -> str | None:
     """Return the name of the network interface, such as `eth0`, that reaches a host; None if unknown."""
-    with contextlib.suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        import fcntl  # not on Windows
+    if sys.platform == "win32":
+        return None
+    import fcntl
 
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # connecting a UDP socket sends nothing
         address = probe.getsockname()[0]
         for _, name in socket.if_nameindex():

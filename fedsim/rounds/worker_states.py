@@ -6,7 +6,6 @@ import mmap
 import os
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from multiprocessing.reduction import DupFd
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from fedsim.clients import State
 from fedsim.clients.algorithm import state_at_first
 from fedsim.core.rows import index_of, new_rows
 from fedsim.errors import ExperimentError, RecordError, show_bytes
+from fedsim.processes.messages import shared_file
 from fedsim.processes.shared_memory import memory_file
 from fedsim.system.limits import describe_os_error
 from fedsim.training.batches import WorkItems
@@ -64,7 +64,7 @@ class WorkerStates:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        files = {name: DupFd(file) for name, file in self._files.items()}
+        files = {name: shared_file(file) for name, file in self._files.items()}
         return {**self.__dict__, "rows": {}, "_files": files, "_positions": {}, "positions": self.workers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import stat
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,11 +23,10 @@ from fedsim.system.limits import limit_hint
 
 ELSEWHERE = "or choose another folder with --out"
 
-try:
+if sys.platform == "win32":
+    fcntl: Any = None
+else:
     import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 
 PART = ".{}.part"  # temporary name of a file while it is written
 

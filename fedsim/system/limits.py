@@ -6,18 +6,19 @@ import contextlib
 import errno
 import math
 import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fedsim.errors import WorkerError, one_line, show_bytes
 
-try:
+if sys.platform == "win32":
+    resource: Any = None
+else:
     import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 
 ErrorType = TypeVar("ErrorType", bound=BaseException)
 

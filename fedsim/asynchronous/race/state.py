@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from multiprocessing.reduction import DupFd
 from typing import Any
 
 import numpy as np
 import torch
 
 from fedsim.errors import ExperimentError
+from fedsim.processes.messages import shared_file
 from fedsim.processes.process_context import LINE
 from fedsim.processes.shared_memory import memory_file, share
 
-try:
+if sys.platform == "win32":
+    fcntl: Any = None
+else:
     import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 
 class Locks:
@@ -72,7 +73,7 @@ class Locks:
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, number)
 
     def __reduce__(self) -> tuple[Callable[..., Locks], tuple[Any]]:
-        return _received, (DupFd(self._descriptor),)
+        return _received, (shared_file(self._descriptor),)
 
 
 def _received(duplicate: Any) -> Locks:
