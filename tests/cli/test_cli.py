@@ -216,7 +216,7 @@ def test_every_command_has_a_short_option_for_help(cli):
 
 def test_all_entry_points_are_one_program(tmp_path):
     installed = tmp_path / "fedsim"  # the script in the form that pip writes
-    installed.write_text("from fedsim_main import main\nmain()\n")
+    installed.write_text("from fedsim.__main__ import main\nmain()\n")
     doors = [ROOT / "run_experiment.py"], ["-m", "fedsim", "run"], [installed, "run"]
     codes, outs, errors = ended([start(*door, "rounds=3", "--dry-run", cwd=tmp_path) for door in doors])
     assert (codes, errors) == ([0, 0, 0], ["", "", ""])
@@ -320,7 +320,7 @@ def test_a_missing_package_is_one_line_that_names_it(tmp_path):
     code = (
         "import sys\n"
         "sys.modules['tomli_w'] = None  # as if it were not installed\n"
-        "from fedsim_main import run_main\n"
+        "from fedsim.__main__ import run_main\n"
         "run_main()"
     )
     process = start_python("-c", code, "rounds=1", "--dry-run", cwd=tmp_path)

@@ -110,8 +110,8 @@ def test_a_default_experiment_that_cannot_run_is_exit_code_1(cli, monkeypatch):
 
 
 def test_without_pytorch_the_report_says_so(tmp_path):
-    code = "import sys; sys.modules['torch'] = None; sys.argv = ['fedsim', 'doctor']; import fedsim_main as f; f.main()"
-    process = start_python("-c", code, cwd=tmp_path)
+    code = "import sys; sys.modules['torch'] = None; from fedsim.__main__ import main; main()"
+    process = start_python("-c", code, "doctor", cwd=tmp_path)
     out, error = process.communicate(timeout=60)
     assert (process.returncode, error) == (1, "")
     assert "problem: fedsim cannot be imported: ModuleNotFoundError: " in out

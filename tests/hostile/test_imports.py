@@ -183,7 +183,7 @@ def test_other_modules_find_nothing_in_the_working_directory(planted, words):
 @pytest.mark.slow
 def test_a_local_module_imports_others_when_it_is_used(planted):
     """Also in a spawned process, in which `multiprocessing` is imported first."""
-    program = "import sys; sys.path.remove(''); from fedsim_main import main; main()"
+    program = "import sys; sys.path.remove(''); from fedsim.__main__ import main; main()"
     words = ["run", "model=own_components:late", "workers=2", "rounds=1", "engine=spawn", "processes=1", "-q"]
     done = run_python("-c", program, *words, cwd=planted)
     assert done.returncode == 0, done.stderr

@@ -50,7 +50,8 @@ def test_threads_wait_passively_unless_the_user_has_set_it_otherwise():
 
 
 @pytest.mark.parametrize(
-    "program", [["-m", "fedsim", "run"], ["run_experiment.py"], ["-c", "import fedsim_main as m; m.main()", "run"]]
+    "program",
+    [["-m", "fedsim", "run"], ["run_experiment.py"], ["-c", "from fedsim.__main__ import main; main()", "run"]],
 )
 def test_every_entry_sets_the_policy_before_pytorch_is_imported(program, tmp_path):
     (tmp_path / "torch").mkdir()
