@@ -1,9 +1,14 @@
-"""Packages that pip installs with fedsim and its extras, read from `pyproject.toml` and from installed metadata."""
+"""Packages that pip installs with fedsim and its extras, read from `pyproject.toml` and from installed metadata.
+
+python -m tests.declared tested > constraints.txt   # the installed versions
+python -m tests.declared oldest > oldest.txt        # the oldest versions of the core packages
+"""
 
 from __future__ import annotations
 
 import functools
 import re
+import sys
 from importlib import metadata
 
 from packaging.requirements import Requirement
@@ -23,6 +28,13 @@ class Absent:
 
 sys.meta_path.insert(0, Absent)
 """  # a program that starts with these lines cannot import the packages {names}
+
+
+COMMENT = """\
+# The versions of all packages of the core and of the extra `test` with which fedsim was tested and its stored results
+# were computed: python -m pip install -e . -c constraints.txt. A version that Python 3.10 cannot use is for newer ones.
+# To renew: update the packages, run all tests, then python -m tests.declared tested > constraints.txt
+"""
 
 
 def requirements():
@@ -67,3 +79,29 @@ def modules_besides(distributions):
 
 def normal(name):
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def constraints():
+    """Return the text of `constraints.txt`: the installed versions of all packages that the extra `test` installs.
+
+    A version that needs a newer Python than fedsim is only for this Python or newer ones.
+    """
+    oldest = PROJECT["requires-python"].removeprefix(">=")
+    lines = []
+    for name in sorted(distributions_of(f"{PROJECT['name']}[test]", requirements()) - {PROJECT["name"]}):
+        package = metadata.distribution(name)
+        needed = re.search(r">=\s*(\d+\.\d+)", package.metadata["Requires-Python"] or "")
+        older = needed and tuple(map(int, needed[1].split("."))) > tuple(map(int, oldest.split(".")))
+        marker = f'; python_version >= "{needed[1]}"' if older else ""
+        lines.append(f"{name}=={package.version.partition('+')[0]}{marker}\n")
+    return COMMENT + "".join(lines)
+
+
+def oldest():
+    """Return constraints with the oldest version of each core package that `pyproject.toml` allows."""
+    wanted = map(Requirement, PROJECT["dependencies"])
+    return "".join(f"{line.name}{line.specifier}\n".replace(">=", "==") for line in wanted)
+
+
+if __name__ == "__main__":
+    print({"tested": constraints, "oldest": oldest}[sys.argv[1]](), end="")

@@ -18,7 +18,9 @@ from tests.documents.test_documentation import DOCS, PAGES, blocks
 
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = blocks.blocks_of(TEXT)
-COMMANDS = re.findall(r"pip install -e '?\.(?:\[([a-z,]+)\]')? && ([^`\n]+)", TEXT)  # (extras, command)
+COMMANDS = re.findall(
+    r"pip install -e '?\.(?:\[([a-z,]+)\]')?(?: -c constraints\.txt)? && ([^`\n]+)", TEXT
+)  # (extras, command)
 
 
 @pytest.mark.parametrize(("extras", "command"), COMMANDS)
@@ -46,7 +48,7 @@ def _imports(code, *, of_module=False):
             names |= {name.name.partition(".")[0] for name in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names.add(node.module.partition(".")[0])
-    return names - sys.stdlib_module_names - {"fedsim", "fedsim_main", "tests", "benchmarks", "experiments", "tomli"}
+    return names - sys.stdlib_module_names - {"fedsim", "tests", "benchmarks", "experiments", "tomli"}
 
 
 def _of_programs():

@@ -10,10 +10,12 @@ import zipfile
 from importlib import metadata
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
+import fedsim
 from tests.commands import ROOT
-from tests.declared import ABSENT, PROJECT, distributions_of, modules_besides
+from tests.declared import ABSENT, PROJECT, distributions_of, modules_besides, normal, oldest
 
 
 def test_all_installs_every_extra_except_those_of_developers():
@@ -31,6 +33,43 @@ def test_every_hint_installs_this_project_and_not_another_one():
     texts = [path.read_text() for path in files if path.suffix in {".md", ".py", ".toml", ".ipynb"}]
     named = {name for text in texts for name in re.findall(r"(fedsim[\w-]*)\[[a-z]+[,\]]", text)}
     assert named == {PROJECT["name"]} == {"fedsim-sgd"}
+
+
+def test_the_constraints_pin_every_required_package_to_a_version_that_is_allowed():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = [Requirement(line) for line in lines if not line.startswith("#")]
+    versions = {normal(pin.name): next(iter(pin.specifier)).version for pin in pinned}
+    assert {str(pin.specifier)[:2] for pin in pinned} == {"=="}
+    extras = PROJECT["optional-dependencies"]
+    (own,) = (line for line in map(Requirement, extras["test"]) if line.name == PROJECT["name"])
+    lines = [*PROJECT["dependencies"], *extras["test"], *(line for extra in own.extras for line in extras[extra])]
+    for wanted in map(Requirement, lines):
+        if wanted.name != PROJECT["name"] and wanted.marker is None:
+            assert wanted.specifier.contains(versions[normal(wanted.name)]), wanted
+            assert {spec.operator for spec in wanted.specifier} == {">="}, f"{wanted}: a cap is wrong sooner or later"
+
+
+def test_the_oldest_versions_are_those_that_are_declared():
+    allowed = {line.name: line.specifier for line in map(Requirement, PROJECT["dependencies"])}
+    pins = [Requirement(line) for line in oldest().splitlines()]
+    assert [pin.name for pin in pins] == list(allowed)
+    assert all(allowed[pin.name].contains(next(iter(pin.specifier)).version) for pin in pins)
+
+
+def test_the_citation_has_what_the_format_requires_and_agrees_with_the_package():
+    """The keys are those of Citation File Format 1.2.0."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    known = {
+        *("abstract", "authors", "cff-version", "commit", "contact", "date-released", "doi", "identifiers", "keywords"),
+        *("license", "license-url", "message", "preferred-citation", "references", "repository", "repository-artifact"),
+        *("repository-code", "title", "type", "url", "version"),
+    }
+    assert {"authors", "cff-version", "message", "title"} <= citation.keys() <= known
+    assert (citation["cff-version"], citation["type"]) == ("1.2.0", "software")
+    assert citation["authors"] == PROJECT["authors"] == [{"name": "The fedsim developers"}]
+    assert (citation["title"], citation["version"]) == (fedsim.__name__, fedsim.__version__)
+    assert (citation["abstract"], citation["license"]) == (PROJECT["description"], PROJECT["license"])
+    assert citation["keywords"] == PROJECT["keywords"]
 
 
 @pytest.fixture(scope="module")
