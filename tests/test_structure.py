@@ -181,10 +181,10 @@ def test_only_the_choice_of_a_kind_of_round_asks_for_the_mode():
 
 
 def test_the_workflows_run_all_tests():
-    """One runs the default tests, and the other one the slow tests, random experiments and faults."""
+    """One runs the default tests with the tested, oldest and newest versions, the other one all else."""
     texts = [(ROOT / ".github" / "workflows" / name).read_text() for name in ("test.yml", "nightly.yml")]
     runs = [re.findall(r"(?:run|command): (?:python -m )(pytest(?: -m slow)?|tests\.\w+)", text) for text in texts]
-    assert runs == [["pytest"], ["pytest -m slow", "tests.fuzz", "tests.faults"]]
+    assert runs == [["pytest", "tests.declared", "pytest", "pytest"], ["pytest -m slow", "tests.fuzz", "tests.faults"]]
 
 
 def lines_between(path: Path, first: int, last: int) -> int:
