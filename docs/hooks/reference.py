@@ -237,7 +237,7 @@ def python_page() -> str:
     for module in MODULES:
         summary, names = public_names(module)
         rows.append(f"| `{module}` | {cell(escaped(summary))} | {', '.join(f'`{name}`' for name in names)} |")
-    parts += ["## Modules", _settings(["module", "", "public names"], rows)]
+    parts += ["## Modules", _table(["module", "", "public names"], rows)]
     return linked("\n\n".join(parts), IN_A_RUN, r"**In a run:** [`\1`](#\1)", "Where a run uses these names")
 
 
