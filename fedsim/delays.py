@@ -28,9 +28,8 @@ from functools import cached_property, lru_cache
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field, PositiveFloat
 
-from fedsim.core.numbers import Fraction
+from fedsim.core.numbers import Example, Fraction, Limits, PositiveFloat
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.core.registry import Component, Registry
 from fedsim.errors import ExperimentError, plural, show
@@ -108,9 +107,9 @@ class DurationNoise(Component):
 slowdown = Registry("slowdown", inputs=("n_workers", "rng"), component=SlowdownDistribution)
 noise = Registry("noise", inputs=("rng", "size", "worker", "start", "n_workers"), component=DurationNoise)
 
-Ratio = Annotated[float, Field(ge=1)]
-Sigma = Annotated[float, Field(gt=0, le=10)]  # 10 already gives factors up to about e^80
-ParetoShape = Annotated[float, Field(gt=1)]  # for shapes up to 1 the mean is infinite
+Ratio = Annotated[float, Limits(ge=1)]
+Sigma = Annotated[float, Limits(gt=0, le=10)]  # 10 already gives factors up to about e^80
+ParetoShape = Annotated[float, Limits(gt=1)]  # for shapes up to 1 the mean is infinite
 
 
 @slowdown("equal")
@@ -124,7 +123,7 @@ def equal(n_workers: int) -> np.ndarray:
 
 
 @slowdown("list")
-def listed(n_workers: int, *, values: Annotated[list[PositiveFloat], Field(examples=[[1.0, 2.0]])]) -> np.ndarray:
+def listed(n_workers: int, *, values: Annotated[list[PositiveFloat], Example([1.0, 2.0])]) -> np.ndarray:
     """Return the configured slowdown factor of each worker.
 
     Args:
@@ -308,7 +307,7 @@ class Trace:
     array([2., 4., 2.])
     """
 
-    path: Annotated[str, Field(examples=["factors.csv"])]
+    path: Annotated[str, Example("factors.csv")]
 
     def __call__(self, size: int, worker: int, start: int, n_workers: int) -> np.ndarray:
         columns = self._columns

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 import fedsim
 from fedsim.clients.lr_schedules import LRSchedule
+from fedsim.core.numbers import Example
 from fedsim.core.registry import Registration
 
 # colours of Okabe and Ito, distinguishable in black and white
@@ -45,7 +46,8 @@ def _parameters(registration: Registration) -> dict[str, Any]:
     """Return parameters that show what a component does: all without a default, and a few others."""
     fields = registration.parameters.model_fields
     examples = {name: EXAMPLES[name] for name in fields if name in EXAMPLES}
-    return {name: field.examples[0] for name, field in fields.items() if field.examples} | examples
+    marks = ((name, mark) for name, field in fields.items() for mark in field.metadata if isinstance(mark, Example))
+    return {name: mark.value for name, mark in marks} | examples
 
 
 def _cloud() -> torch.Tensor:

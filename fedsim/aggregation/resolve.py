@@ -77,9 +77,9 @@ def _shared_parameters(
     registration: Registration, params: dict[str, Any], background: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the parameters of a rule or pre-aggregator that are set for all stages (see `resolve`)."""
-    fields = registration.parameters.model_fields
+    fields = registration.fields
     defaults = {name: value for name, value in background.items() if name in fields}
-    shared = {name: value for name, value in defaults.items() if value or fields[name].is_required()}
+    shared = {name: value for name, value in defaults.items() if value or fields[name].default is fields[name].empty}
     return shared | {name: value for name, value in params.items() if registration.accepts_any or name in fields}
 
 

@@ -52,9 +52,9 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
+from fedsim.core.numbers import Example, NonNegativeInt
 from fedsim.core.registry import Component, Registration, Registry
 from fedsim.errors import ExperimentError
 
@@ -64,7 +64,7 @@ GIVEN = (
 )
 
 # f, the number of Byzantine rows that a rule must tolerate
-ByzantineCount = Annotated[NonNegativeInt, Field(examples=[1])]
+ByzantineCount = Annotated[NonNegativeInt, Example(1)]
 
 
 # A rule that is given as "package.module:function" sets the traits as attributes of the function.

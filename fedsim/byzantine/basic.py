@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedsim.byzantine.base import attack_strategy
 from fedsim.byzantine.statistics import mean_of
+from fedsim.core.numbers import NonNegativeFloat, PositiveFloat
 from fedsim.core.randomness import Draws
 
 

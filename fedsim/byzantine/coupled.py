@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from pydantic import NonNegativeFloat, NonNegativeInt
 from torch import Tensor
 
 from fedsim.byzantine.base import attack_strategy
 from fedsim.byzantine.crafted import z_max
 from fedsim.byzantine.statistics import blocks_of, mean_and_std, mean_of
+from fedsim.core.numbers import NonNegativeFloat, NonNegativeInt
 from fedsim.core.randomness import Draws
 from fedsim.errors import ExperimentError
 

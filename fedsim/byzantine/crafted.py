@@ -13,11 +13,11 @@ from statistics import NormalDist
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from fedsim.byzantine.base import Aggregate, attack_strategy
 from fedsim.byzantine.statistics import blocks_of, mean_and_std, mean_of
+from fedsim.core.numbers import Limits, NonNegativeFloat
 from fedsim.errors import ExperimentError
 from fedsim.system.devices import wide_dtype
 
@@ -25,7 +25,7 @@ Sign = Literal[-1, 1]
 Ddof = Literal[0, 1]
 Deviation = Literal["unit", "sign", "std"]
 Bound = Literal["max", "min"]
-Evaluations = Annotated[int, Field(ge=2)]
+Evaluations = Annotated[int, Limits(ge=2)]
 
 GOLDEN = (3 - 5**0.5) / 2  # the smaller part of a golden section
 

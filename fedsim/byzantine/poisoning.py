@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fedsim.byzantine.base import attack_strategy
-from fedsim.core.numbers import PositiveFraction
+from fedsim.core.numbers import NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
 from fedsim.core.randomness import Draws
 from fedsim.errors import ExperimentError
 

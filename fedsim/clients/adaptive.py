@@ -10,13 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedsim.clients.algorithm import ClientAlgorithm
 from fedsim.clients.base import State
 from fedsim.clients.capabilities import client_algorithm
-from fedsim.core.numbers import FractionBelowOne
+from fedsim.core.numbers import FractionBelowOne, NonNegativeFloat, PositiveFloat
 
 
 @client_algorithm("adam")

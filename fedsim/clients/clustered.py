@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from fedsim.clients.base import State
 from fedsim.clients.capabilities import PersonalModel, client_algorithm
 from fedsim.clients.sgd import LocalSGD
+from fedsim.core.numbers import Example, PositiveInt
 
 
 @client_algorithm("ifca")
@@ -44,7 +44,7 @@ class IFCA(LocalSGD, PersonalModel):
     (300, 0)
     """
 
-    k: Annotated[PositiveInt, Field(examples=[2])] = field(kw_only=True)
+    k: Annotated[PositiveInt, Example(2)] = field(kw_only=True)
 
     @property
     def clusters(self) -> int:  # type: ignore[override]

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, WorkerRound
 from fedsim.clients.base import OuterProductGrad, State, add_multiple
 from fedsim.clients.capabilities import CohortGradient, UpdateCorrection, client_algorithm
 from fedsim.clients.sgd import LocalSGD, SGDSteps
-from fedsim.core.numbers import FractionBelowOne
+from fedsim.core.numbers import FractionBelowOne, NonNegativeFloat, PositiveFloat
 
 
 @client_algorithm("feddyn")

@@ -13,11 +13,18 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from fedsim.core.numbers import Fraction, PositiveFraction
+from fedsim.core.numbers import (
+    Example,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+)
 from fedsim.core.registry import Registration, Registry
 from fedsim.errors import ExperimentError, one_line
 
@@ -43,7 +50,7 @@ def constant(optimizer: Optimizer, *, factor: PositiveFraction = 1.0, total_iter
 
 @lr_schedule("step")
 def step(
-    optimizer: Optimizer, *, step_size: Annotated[PositiveInt, Field(examples=[10])], gamma: PositiveFloat = 0.1
+    optimizer: Optimizer, *, step_size: Annotated[PositiveInt, Example(10)], gamma: PositiveFloat = 0.1
 ) -> LRScheduler:
     """Multiply the learning rate by `gamma` after every `step_size` rounds, like PyTorch's `StepLR`."""
     return lr_scheduler.StepLR(optimizer, step_size, gamma)
@@ -51,17 +58,14 @@ def step(
 
 @lr_schedule("multi_step")
 def multi_step(
-    optimizer: Optimizer,
-    *,
-    milestones: Annotated[list[PositiveInt], Field(examples=[[10, 20]])],
-    gamma: PositiveFloat = 0.1,
+    optimizer: Optimizer, *, milestones: Annotated[list[PositiveInt], Example([10, 20])], gamma: PositiveFloat = 0.1
 ) -> LRScheduler:
     """Multiply the learning rate by `gamma` after each of the rounds `milestones`, like PyTorch's `MultiStepLR`."""
     return lr_scheduler.MultiStepLR(optimizer, milestones, gamma)
 
 
 @lr_schedule("exponential")
-def exponential(optimizer: Optimizer, *, gamma: Annotated[PositiveFloat, Field(examples=[0.99])]) -> LRScheduler:
+def exponential(optimizer: Optimizer, *, gamma: Annotated[PositiveFloat, Example(0.99)]) -> LRScheduler:
     """Multiply the learning rate by `gamma` after each round, like PyTorch's `ExponentialLR`."""
     return lr_scheduler.ExponentialLR(optimizer, gamma)
 

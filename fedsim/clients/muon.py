@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from fedsim.clients.adaptive import AdamW
@@ -15,7 +14,7 @@ from fedsim.clients.algorithm import ClientAlgorithm, GradientAt
 from fedsim.clients.base import State, add_multiple
 from fedsim.clients.capabilities import client_algorithm
 from fedsim.core.name_patterns import matching
-from fedsim.core.numbers import FractionBelowOne
+from fedsim.core.numbers import FractionBelowOne, Limits, NonNegativeFloat, PositiveFloat, PositiveInt
 from fedsim.core.rows import ColumnSpans, Entry, Layout
 from fedsim.errors import ExperimentError, show
 
@@ -70,7 +69,7 @@ class Muon(ClientAlgorithm):
     momentum: FractionBelowOne = 0.95
     nesterov: bool = True
     weight_decay: NonNegativeFloat = 0.1
-    ns_steps: Annotated[PositiveInt, Field(lt=100)] = 5
+    ns_steps: Annotated[PositiveInt, Limits(lt=100)] = 5
     eps: PositiveFloat = 1e-7
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
     adamw: list[str] = field(default_factory=list)

@@ -14,7 +14,6 @@ from itertools import chain
 from typing import Annotated, Any, ClassVar
 
 import torch
-from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, WorkerRound
@@ -23,6 +22,7 @@ from fedsim.clients.capabilities import PersonalModel, client_algorithm
 from fedsim.clients.schedule import Schedule
 from fedsim.clients.sgd import LocalSGD
 from fedsim.core.name_patterns import matches, matching
+from fedsim.core.numbers import Example, PositiveInt
 from fedsim.core.rows import ColumnSpans, Layout
 from fedsim.errors import ExperimentError, show
 
@@ -95,7 +95,7 @@ class FedPer(PersonalSGD):
     (ColumnSpans(spans=((21330, 21840),)), torch.Size([510]))
     """
 
-    personal: Annotated[list[str], Field(examples=[["fc2.*"]])] = field(kw_only=True)
+    personal: Annotated[list[str], Example(["fc2.*"])] = field(kw_only=True)
 
     def personal_names(self, module: nn.Module) -> Collection[str]:
         names = [entry.name for entry in Layout.of(module).parameters]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from pydantic import NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, WorkerRound
@@ -15,7 +14,7 @@ from fedsim.clients.base import State, add_multiple
 from fedsim.clients.capabilities import PersonalModel, UpdateCorrection, client_algorithm
 from fedsim.clients.schedule import Schedule
 from fedsim.clients.sgd import LocalSGD
-from fedsim.core.numbers import Fraction
+from fedsim.core.numbers import Fraction, NonNegativeFloat, PositiveInt
 from fedsim.core.rows import Layout
 from fedsim.errors import ExperimentError, called
 

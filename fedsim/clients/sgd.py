@@ -8,13 +8,12 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, SampleNoise, WorkerRound
 from fedsim.clients.base import OuterProductGrad, State, add_multiple
 from fedsim.clients.capabilities import FeatureLoss, GradientMessage, client_algorithm
-from fedsim.core.numbers import FractionBelowOne
+from fedsim.core.numbers import FractionBelowOne, NonNegativeFloat, PositiveFloat
 from fedsim.errors import ExperimentError
 
 

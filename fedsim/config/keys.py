@@ -12,21 +12,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from fedsim.config.components import COMPONENTS, registry_of
 from fedsim.config.experiment import Experiment
-from fedsim.core.base_table import ComponentTable, Table
-from fedsim.core.objects import Name
+from fedsim.core.base_table import ComponentTable, Name, Table
 from fedsim.core.text_wrapping import has_words
 from fedsim.errors import show
 
 COLUMNS = 100  # width of the list if stdout is not a terminal
 WORDS = {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "unset", Any: "any value"}
-LIMITS = {Gt: "above", Ge: "at least", Lt: "below", Le: "at most"}
+LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 NAME_CHECK = get_args(Name)[1]
 HUGE = 2**53  # larger limits are technical and not shown
 
@@ -133,8 +131,9 @@ def _wrapped(text: str, width: int, indent: str) -> list[str]:
 def type_text(field: FieldInfo) -> str:
     """Describe the type of a pydantic field in words.
 
+    >>> from fedsim.core.numbers import PositiveInt
     >>> class Model(BaseModel):
-    ...     count: Annotated[int, Gt(0)] | None = None
+    ...     count: PositiveInt | None = None
     >>> type_text(Model.model_fields["count"])
     'integer above 0, or unset'
     """
@@ -163,12 +162,12 @@ def _words(annotation: Any) -> str:
 def _with_limits(text: str, metadata: Any) -> str:
     limits = []
     for constraint in (part for entry in metadata for part in getattr(entry, "metadata", [entry])):
-        for kind, words in LIMITS.items():
-            value = getattr(constraint, kind.__name__.lower(), None) if isinstance(constraint, kind) else None
+        for name, words in LIMITS.items():
+            value = getattr(constraint, name, None)
             if value is not None and abs(value) < HUGE:
                 limits.append(f"{words} {value:g}")
-        if isinstance(constraint, MinLen):
-            limits.append(f"at least {constraint.min_length} of them")
+        if least := getattr(constraint, "min_length", None):
+            limits.append(f"at least {least} of them")
     return f"{text} {' and '.join(limits)}" if limits else text
 
 

@@ -9,15 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from torch import nn
 
 from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule
@@ -29,11 +21,11 @@ from fedsim.clients import ClientAlgorithm, KeptState, LRSchedule, Streamed, as_
 from fedsim.clients.adapters import TrainFunction
 from fedsim.clients.lr_schedules import LENGTHS
 from fedsim.clients.schedule import Varying
-from fedsim.core.base_table import ComponentTable, Table
+from fedsim.core.base_table import ComponentTable, Name, Table
 from fedsim.core.learning_task import LearningTask, LossTask, learning_task
 from fedsim.core.metrics import OutputMetric, metric
-from fedsim.core.numbers import Count, FractionBelowOne, PositiveCount, ProperFraction
-from fedsim.core.objects import Name, ObjectName, plain
+from fedsim.core.numbers import Count, FractionBelowOne, NonNegativeFloat, PositiveCount, PositiveFloat, ProperFraction
+from fedsim.core.objects import ObjectName, plain
 from fedsim.core.registry import Component, Registration, Registry
 from fedsim.core.validation_errors import explain
 from fedsim.data import dataset, partition_strategy

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, PositiveFloat, field_validator
+from pydantic import Field, field_validator
 
 from fedsim.aggregation import Pipeline
 from fedsim.byzantine.base import draw_attackers
@@ -19,9 +19,8 @@ from fedsim.clients import CohortGradient, LRSchedule
 from fedsim.config import schema
 from fedsim.config.engines import DEFAULT_ENGINE, traits_of
 from fedsim.config.schema import matching
-from fedsim.core.base_table import Table
-from fedsim.core.numbers import Count, PositiveCount
-from fedsim.core.objects import Name
+from fedsim.core.base_table import Name, Table
+from fedsim.core.numbers import Count, PositiveCount, PositiveFloat
 from fedsim.core.randomness import draw_key
 from fedsim.errors import MAX_NAME, show
 from fedsim.privacy import Releases

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast, get_args
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     SerializationInfo,
     SerializerFunctionWrapHandler,
+    WrapValidator,
     model_serializer,
     model_validator,
 )
 
+from fedsim.core.objects import ObjectName
 from fedsim.core.registry import Registration, Registry, with_key
 from fedsim.errors import ExperimentError, show
 from fedsim.hints.attributes import attribute_error
@@ -27,6 +29,9 @@ from fedsim.hints.names import did_you_mean
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+# Type of a field that names a component: a string or the name of an object.
+Name = Annotated[str, WrapValidator(lambda name, check: name if isinstance(name, ObjectName) else check(name))]
 
 
 class Table(BaseModel):
@@ -147,7 +152,7 @@ class ComponentTable(Table):
         Raises ExperimentError for an invalid parameter.
         """
         table_keys = [key for key in type(self).model_fields if key != self.named_by]
-        clash = sorted(({"name", *table_keys} - {self.named_by}) & set(self.registration.parameters.model_fields))
+        clash = sorted(({"name", *table_keys} - {self.named_by}) & set(self.registration.fields))
         if clash:
             raise ExperimentError(
                 f"{self.place}.{clash[0]}: {self.registration.name} has a parameter with this name, but it is a "
@@ -155,7 +160,7 @@ class ComponentTable(Table):
             )
         checked = self.registration.check(self.params, self.place, beside=[self.named_by, *table_keys])
         for name, value in checked.items():
-            if value is None and self.registration.parameters.model_fields[name].default is not None:
+            if value is None and self.registration.fields[name].default is not None:
                 raise ExperimentError(f"{self.place}.{name} = None: TOML cannot express None; omit the key")
         self.registration.bind(checked)  # __post_init__ of a dataclass may check combinations of fields
         self.params.update(checked)

@@ -13,10 +13,10 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import PositiveFloat
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
+from fedsim.core.numbers import PositiveFloat
 from fedsim.core.registry import Registration, Registry
 from fedsim.errors import DataError, ExperimentError, one_line, show
 

@@ -22,12 +22,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CellType
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-import cloudpickle
 import numpy as np
 import torch
-from pydantic import BaseModel, WrapValidator
 from torch import Tensor, nn
 
 from fedsim.errors import ExperimentError, one_line, show
@@ -56,6 +54,8 @@ class ObjectName(str):
         return name
 
     def __reduce__(self) -> tuple[Any, tuple[str, bytes]]:
+        import cloudpickle
+
         # copies tensors too, because the user may change them
         return _unpickled, (str(self), cloudpickle.dumps(self.target))
 
@@ -65,10 +65,6 @@ class ObjectName(str):
 
 def _unpickled(text: str, target: bytes) -> ObjectName:
     return ObjectName(text, pickle.loads(target))
-
-
-# Type of a field that names a component: a string or the name of an object.
-Name = Annotated[str, WrapValidator(lambda name, check: name if isinstance(name, ObjectName) else check(name))]
 
 
 def name_of(target: Any) -> ObjectName:
@@ -245,9 +241,8 @@ def _is_object(value: Any) -> bool:
     if callable(value):
         return True
     is_builtin = type(value).__module__ in ("builtins", "datetime", "decimal") or isinstance(value, (str, int, float))
-    return not is_builtin and not isinstance(
-        value, (BaseModel, enum.Enum, Path, Mapping, np.generic, np.ndarray, Tensor)
-    )
+    is_model = hasattr(type(value), "model_fields")  # of pydantic, which is not imported here
+    return not (is_builtin or is_model or isinstance(value, (enum.Enum, Path, Mapping, np.generic, np.ndarray, Tensor)))
 
 
 def _holds_data(value: Any) -> bool:

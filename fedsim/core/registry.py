@@ -15,27 +15,23 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import enum
 import functools
 import inspect
-import json
-import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Literal
-
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from typing import TYPE_CHECKING, Any
 
 from fedsim.core.import_policy import ImportRefusedError, import_object
+from fedsim.core.numbers import UNSURE, fitted
 from fedsim.core.objects import ObjectName, holds_objects, name_of, names_in, plain
-from fedsim.core.validation_errors import explain
 from fedsim.errors import MAX_PROBLEMS, DataError, ExperimentError, cut, one_line, show
 from fedsim.hints.components import component_name_error, parameter_hint
 from fedsim.hints.meanings import nearest_key
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
     from typing_extensions import Self
 
 
@@ -60,25 +56,43 @@ class Registration:
     imported: bool = False
 
     @functools.cached_property
+    def fields(self) -> dict[str, inspect.Parameter]:
+        """The component's parameters by name, with evaluated annotations."""
+        kinds = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        is_dataclass = dataclasses.is_dataclass(self.target)
+        inputs = () if is_dataclass else self.takes
+        hints: dict[str, Any] = {}
+        for base in reversed(self.target.__mro__) if is_dataclass and isinstance(self.target, type) else ():
+            # evaluates annotations in the module of the base; get_type_hints fails at KW_ONLY in Python 3.10
+            hints |= inspect.get_annotations(base, eval_str=True)
+        fields = {}
+        for field in _signature(self.target, eval_str=not is_dataclass):
+            if field.kind in kinds and field.name not in inputs:
+                annotation = Any if field.annotation is field.empty else field.annotation
+                fields[field.name] = field.replace(annotation=hints.get(field.name, annotation))
+        return fields
+
+    @functools.cached_property
     def parameters(self) -> type[BaseModel]:
-        """The pydantic model that validates the component's parameters, created on first access."""
-        inputs = () if dataclasses.is_dataclass(self.target) else tuple(self.takes)
-        if not isinstance(self.target, type | FunctionType):
-            return _parameters(self.target, inputs)
-        models = _models.setdefault(self.target, {})  # of imported components, which are registered again and again
-        if inputs not in models:
-            models[inputs] = _parameters(self.target, inputs)
-        return models[inputs]
+        """The pydantic model that checks the component's parameters, created on first access."""
+        from fedsim.core.parameter_model import parameter_model
+
+        kept = _models.setdefault(self.target, {}) if isinstance(self.target, type | FunctionType) else {}
+        key = tuple(self.fields)  # imported components are registered again and again
+        if key not in kept:
+            name = getattr(self.target, "__name__", "registration")
+            kept[key] = parameter_model(name, self.fields, self.accepts_any)
+        return kept[key]
 
     @property
     def parameter_names(self) -> Sequence[str]:
         """The names of the component's parameters."""
-        return list(self.parameters.model_fields)
+        return list(self.fields)
 
-    @property
+    @functools.cached_property
     def accepts_any(self) -> bool:
         """Whether the component has a parameter `**params`."""
-        return self.parameters.model_config.get("extra") == "allow"
+        return any(field.kind is field.VAR_KEYWORD for field in _signature(self.target))
 
     @property
     def summary(self) -> str:
@@ -95,7 +109,7 @@ class Registration:
 
         Raises ExperimentError with one line per unknown name, missing parameter or invalid value.
         """
-        values, fields = plain(values), self.parameters.model_fields
+        values, fields = plain(values), self.fields
         where = f"{place}." if place else ""
         unknown = [] if self.accepts_any else [name for name in values if name not in fields]
         objects = [name for name, value in values.items() if any(names_in(value)) and name not in unknown]
@@ -105,23 +119,19 @@ class Registration:
             for name in objects
         ]
         lines += parameter_errors({k: values[k] for k in unknown}, [self], self.kind, self.siblings, place, beside)
-        try:
-            checked = self._validated({k: value for k, value in values.items() if k not in {*unknown, *objects}})
-        except ValidationError as error:
-            raise ExperimentError(*lines, *explain(error, self.parameters, place)) from None
+        known = {name: value for name, value in values.items() if name not in {*unknown, *objects}}
+        checked = {k: fitted(fields[k].annotation, value) if k in fields else value for k, value in known.items()}
+        missing = [name for name, field in fields.items() if field.default is field.empty and name not in known]
+        if missing or any(value is UNSURE for value in checked.values()):
+            from fedsim.core.parameter_model import checked_by_pydantic
+
+            checked, errors = checked_by_pydantic(self.parameters, known, place)
+            lines += errors
         if lines:
             raise ExperimentError(*lines)
-        named = {k: getattr(checked, k) for k in fields if k in values or not holds_objects(fields[k].default)}
-        return {**named, **(checked.model_extra or {})}
-
-    def _validated(self, values: dict[str, Any]) -> BaseModel:
-        try:
-            return self.parameters(**values)
-        except ValidationError as error:
-            try:  # JSON rules: arrays become tuples, strings become paths or enumeration members
-                return self.parameters.model_validate_json(json.dumps(values, default=_as_json))
-            except (TypeError, ValueError):
-                raise error from None
+        defaults = {name: field.default for name, field in fields.items() if not holds_objects(field.default)}
+        named = copy.deepcopy(defaults) | checked
+        return {name: named[name] for name in [*fields, *checked] if name in named}
 
     def bind(self, params: dict[str, Any]) -> Any:
         """Return the component with its parameters set, in a form that can be pickled."""
@@ -320,7 +330,7 @@ class Registry:
             target = import_object(name)
             name = name_of(target) if name.startswith("__main__:") else name
             registration = dataclasses.replace(self._registration(name, target), imported=True)
-            registration.parameters  # noqa: B018  # raises an error if an annotation cannot be evaluated
+            registration.fields  # noqa: B018  # raises an error if an annotation cannot be evaluated
             return registration
         except (ImportRefusedError, DataError) as error:
             raise type(error)(f"{where}: {error}") from None
@@ -361,11 +371,6 @@ class Registry:
         return Registration(self.kind, name, target, takes, self)
 
 
-def _as_json(value: Any) -> Any:
-    """Return the JSON value of an enumeration member or a path. Raise TypeError for other types."""
-    return value.value if isinstance(value, enum.Enum) else os.fspath(value)
-
-
 def _has_signature(target: Callable[..., Any]) -> bool:
     """Whether Python knows the parameters of a callable, which is not the case for some C functions."""
     try:
@@ -390,33 +395,15 @@ def taken_by_name(target: Callable[..., Any], inputs: Sequence[str]) -> dict[str
     return takes
 
 
-_models = weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], type[BaseModel]]]()
+# pydantic models of functions and classes, by the names of the parameters
+_models = weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], "type[BaseModel]"]]()
 
 
-def _parameters(target: Callable[..., Any], inputs: Collection[str]) -> type[BaseModel]:
-    """Return a pydantic model that checks the parameters of `target`, except `inputs`, which the simulator passes."""
-    fields: dict[str, Any] = {}
-    extra: Literal["allow", "forbid"] = "forbid"
-    is_dataclass = dataclasses.is_dataclass(target)
-    is_instance = is_dataclass and not isinstance(target, type)
-    parameters = [] if is_instance else inspect.signature(target, eval_str=not is_dataclass).parameters.values()
-    hints: dict[str, Any] = {}
-    if isinstance(target, type) and is_dataclass:
-        for base in reversed(target.__mro__):  # evaluates annotations of a base class in the module of that class
-            hints |= inspect.get_annotations(base, eval_str=True)  # get_type_hints fails at KW_ONLY in Python 3.10
-    for parameter in parameters:
-        if parameter.kind is parameter.VAR_KEYWORD:
-            extra = "allow"
-        elif parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD) and (
-            parameter.name not in inputs
-        ):
-            annotation = Any if parameter.annotation is parameter.empty else parameter.annotation
-            default = ... if parameter.default is parameter.empty else parameter.default
-            fields[parameter.name] = (hints.get(parameter.name, annotation), default)
-    config = ConfigDict(
-        extra=extra, strict=True, arbitrary_types_allowed=True, allow_inf_nan=False, protected_namespaces=()
-    )
-    return create_model(f"{getattr(target, '__name__', 'registration')}_parameters", __config__=config, **fields)
+def _signature(target: Callable[..., Any], eval_str: bool = False) -> Collection[inspect.Parameter]:
+    """Return the parameters of a function or class, or none for an instance of a dataclass."""
+    if dataclasses.is_dataclass(target) and not isinstance(target, type):
+        return ()
+    return inspect.signature(target, eval_str=eval_str).parameters.values()
 
 
 def with_key(table: dict[str, Any], named_by: str, place: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from fedsim.core.numbers import Example
 from fedsim.errors import MAX_PROBLEMS, ExperimentError, plural, show
 from fedsim.hints.meanings import nearest_key
 from fedsim.hints.values import value_hint
@@ -40,8 +41,9 @@ def explain(error: ValidationError, model: type[BaseModel], place: str = "") -> 
             lines.append(f"{where} = {show(value)}: unknown key; {hint}")
         elif kind == "missing":
             field = model.model_fields.get(str(last))
-            example = f", such as {last} = {show(field.examples[0])}" if field and field.examples else ""
-            lines.append(f"{where}: is required{example}{(field and field.description) or ''}")
+            example = next((mark for mark in field.metadata if isinstance(mark, Example)), None) if field else None
+            such_as = f", such as {last} = {show(example.value)}{example.alternative}" if example else ""
+            lines.append(f"{where}: is required{such_as}")
         else:
             requirements.setdefault(where, (value, []))[1].append(_requirement(problem["msg"]))
             if kind == "model_type":

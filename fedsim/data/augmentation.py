@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from pydantic import PositiveInt
 from torch import Tensor
 
-from fedsim.core.numbers import Fraction
+from fedsim.core.numbers import Fraction, PositiveInt
 from fedsim.core.randomness import Draws
 from fedsim.core.registry import Registry, taken_by_name
 from fedsim.errors import ExperimentError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from pydantic import NonNegativeFloat, PositiveInt
 
+from fedsim.core.numbers import NonNegativeFloat, PositiveInt
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.system.devices import require_memory

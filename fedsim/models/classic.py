@@ -5,10 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch.nn.functional as F
-from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from fedsim.core.numbers import FractionBelowOne
+from fedsim.core.numbers import FractionBelowOne, PositiveInt
 from fedsim.errors import ExperimentError
 from fedsim.models.base import model
 

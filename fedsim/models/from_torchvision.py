@@ -6,9 +6,9 @@ import functools
 from typing import Any
 
 import torch
-from pydantic import PositiveInt
 from torch import nn
 
+from fedsim.core.numbers import PositiveInt
 from fedsim.errors import ExperimentError, show
 from fedsim.hints.meanings import nearest
 from fedsim.models.base import Norm, model, norm_layer

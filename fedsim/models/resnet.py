@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
-from pydantic import PositiveInt
 from torch import Tensor, nn
 
+from fedsim.core.numbers import PositiveInt
 from fedsim.models.base import Norm, model, norm_layer
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from fedsim.core.numbers import FractionBelowOne
+from fedsim.core.numbers import FractionBelowOne, PositiveInt
 from fedsim.errors import ExperimentError
 from fedsim.models.base import model
 

@@ -11,17 +11,16 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from fedsim.core.numbers import ProperFraction
+from fedsim.core.numbers import Example, NonNegativeFloat, PositiveFloat, ProperFraction
 from fedsim.core.randomness import numpy_generator
 from fedsim.core.registry import Registry
 from fedsim.errors import ExperimentError
 from fedsim.system.devices import wide_dtype
 
-Norm = Annotated[PositiveFloat, Field(examples=[1.0])]
-Noise = Annotated[NonNegativeFloat, Field(examples=[1.0], description=" or privacy.target_epsilon = 3.0")]
+Norm = Annotated[PositiveFloat, Example(1.0)]
+Noise = Annotated[NonNegativeFloat, Example(1.0, " or privacy.target_epsilon = 3.0")]
 
 MARGIN = 1e-5  # relative distance of a clipped norm from C, more than the rounding of float32
 MOST_LOG = 60.0  # bound of |ln C| with adaptive clipping, so that C stays positive and finite in float32

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+from fedsim.core.numbers import NonNegativeFloat, NonNegativeInt, PositiveInt
 from fedsim.core.registry import Component, Registry
 from fedsim.errors import ExperimentError
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from fedsim.core.numbers import PositiveFraction
+from fedsim.core.numbers import Limits, PositiveFraction, PositiveInt
 from fedsim.core.randomness import Draws
 from fedsim.errors import ExperimentError
 from fedsim.processing.codec import Compressor, Format, Packet, Sender, Spec
@@ -149,7 +148,7 @@ class QSGD(Compressor):
     (tensor([ 0., -2.]), 5)
     """
 
-    levels: Annotated[int, Field(gt=0, le=2**20)] = 16
+    levels: Annotated[int, Limits(gt=0, le=2**20)] = 16
     bucket: PositiveInt | None = None
 
     def format(self, spec: Spec) -> Format:
@@ -413,7 +412,7 @@ class Sketch(Sparsifier):
     (True, 248)
     """
 
-    columns: Annotated[int, Field(gt=0, le=2**29)] = 1000
+    columns: Annotated[int, Limits(gt=0, le=2**29)] = 1000
     rows: PositiveInt = 5
 
     def __post_init__(self) -> None:

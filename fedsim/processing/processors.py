@@ -24,9 +24,9 @@ from itertools import count, pairwise
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
+from fedsim.core.numbers import Example, NonNegativeFloat, PositiveFloat
 from fedsim.core.randomness import Draws
 from fedsim.core.registry import Component, Registration, Registry
 from fedsim.errors import ExperimentError, show
@@ -229,7 +229,7 @@ clip.compresses = False  # error feedback is not allowed, because it would add a
 
 @processor("gaussian_noise")
 def gaussian_noise(
-    update: Tensor, draws: Draws, *, std: Annotated[NonNegativeFloat, Field(examples=[0.01])]
+    update: Tensor, draws: Draws, *, std: Annotated[NonNegativeFloat, Example(0.01)]
 ) -> tuple[Tensor, int]:
     """Add independent Gaussian noise to each number of an update (Gaussian mechanism, Dwork and Roth 2014).
 

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 from torch import Tensor
 
+from fedsim.core.numbers import PositiveFloat
 from fedsim.core.randomness import Draws
 from fedsim.core.snapshot import CheckpointModel
 from fedsim.privacy import clip_update

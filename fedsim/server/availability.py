@@ -10,9 +10,8 @@ from io import StringIO
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field, PositiveFloat
 
-from fedsim.core.numbers import PositiveFraction
+from fedsim.core.numbers import Example, PositiveFloat, PositiveFraction
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.errors import ExperimentError, show
 from fedsim.server.cohort import Chosen, sampling_strategy
@@ -47,7 +46,7 @@ class Available:
     (array([0, 7]), array([1., 1.]))
     """
 
-    trace: Annotated[str, Field(examples=["trace.csv"])]
+    trace: Annotated[str, Example("trace.csv")]
 
     def __call__(self, size: int, now: float, rng: np.random.Generator, metrics: dict[str, Any]) -> Chosen:
         workers, begin, end = self._lines

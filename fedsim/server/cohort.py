@@ -32,8 +32,8 @@ from functools import cached_property
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field, NonNegativeInt, PositiveInt
 
+from fedsim.core.numbers import Example, NonNegativeInt, PositiveInt
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.core.registry import Component, Registry
 from fedsim.data import Shards
@@ -321,7 +321,7 @@ class Fixed:
     (array([3, 1]), array([1., 1.]))
     """
 
-    workers: Annotated[list[NonNegativeInt], Field(examples=[[0, 1]])]
+    workers: Annotated[list[NonNegativeInt], Example([0, 1])]
 
     def __call__(self) -> Chosen:
         return np.array(self.workers), np.ones(len(self.workers))
@@ -353,7 +353,7 @@ class PowerOfChoice:
     array([1, 2])
     """
 
-    candidates: Annotated[PositiveInt, Field(examples=[30])]
+    candidates: Annotated[PositiveInt, Example(30)]
 
     def __call__(
         self,

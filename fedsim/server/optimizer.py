@@ -12,12 +12,11 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 import torch
-from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedsim.clients import State
 from fedsim.clients.adaptive import averaged_weight
-from fedsim.core.numbers import FractionBelowOne
+from fedsim.core.numbers import FractionBelowOne, NonNegativeFloat, PositiveFloat
 from fedsim.core.registry import Registry
 from fedsim.errors import ExperimentError
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,10 @@ from pydantic import Field, ValidationError
 
 from fedsim.asynchronous.policies import Policy, policy
 from fedsim.asynchronous.policies.gradient_updates import Hogwild
+from fedsim.config.components import COMPONENTS, registry_of
 from fedsim.core.base_table import ComponentTable
+from fedsim.core.numbers import UNSURE, fitted
+from fedsim.core.parameter_model import checked_by_pydantic, parameter_model
 from fedsim.core.registry import Registry
 from fedsim.errors import ExperimentError
 from tests import components
@@ -60,6 +65,27 @@ def test_a_wrong_parameter_is_one_line_with_place_and_value(registry, values, me
     with pytest.raises(ExperimentError, match=message) as caught:
         registry.get("double").check(values, "x")
     assert len(caught.value.lines) == 1
+
+
+VALUES = [None, True, False, "", "own", "tau^2", "1", [], [1, 2], [0.5, 1], [[1], [2, 3]], ["a"], {}]
+NUMBERS = [-1, 0, 1, 2, 10_001, 2**53 + 1, 2**63, 10**400, -1.0, 0.0, 0.5, 1.0, 2.5, 2e12, math.inf, math.nan]
+
+
+def test_what_is_accepted_without_pydantic_is_what_pydantic_returns():
+    kinds = {
+        str(f.annotation): f.annotation for kind in COMPONENTS for r in registry_of(kind) for f in r.fields.values()
+    }
+    accepted = 0
+    for kind in kinds.values():
+        model = parameter_model(
+            "any", {"x": inspect.Parameter("x", inspect.Parameter.KEYWORD_ONLY, annotation=kind)}, False
+        )
+        for value in [*VALUES, *NUMBERS]:
+            result = fitted(kind, value)
+            if result is not UNSURE:
+                accepted += 1
+                assert repr(checked_by_pydantic(model, {"x": value}, "")) == repr(({"x": result}, []))
+    assert accepted > 300
 
 
 @dataclass(frozen=True)

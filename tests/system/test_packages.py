@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import fedsim
 from fedsim.errors import DataError
 from fedsim.system import packages
+from tests.commands import ROOT
+from tests.declared import PROJECT
 
 
 def in_a_fresh_process(code: str) -> str:
@@ -62,6 +65,37 @@ print([name for name in ("torch._dynamo", "torch._inductor", "hypothesis") if na
     assert in_a_fresh_process(code) == "\n".join(["[]"] * 4)
 
 
+def with_pytorch_and_numpy_alone(code: str) -> str:
+    names = {Requirement(line).name.replace("-", "_") for line in PROJECT["dependencies"]}
+    absent = sorted(names - {"torch", "numpy", "tomli"})  # tomli is a part of Python 3.11
+    return in_a_fresh_process(f"import sys\nsys.modules |= dict.fromkeys({absent})\n{code}")
+
+
+@pytest.mark.parametrize(
+    ("module", "page"),
+    [
+        ("fedsim.aggregation", "aggregate-your-updates"),
+        ("fedsim.byzantine", "attack-your-loop"),
+        ("fedsim.data.partitions", "partition-your-data"),
+    ],
+)
+def test_a_loop_with_rules_attacks_or_partitions_needs_only_pytorch_and_numpy(module, page):
+    text = (ROOT / "docs" / "how-to" / f"{page}.md").read_text()
+    example = re.search(r"```python.*?\n(.*?)```", text, re.DOTALL)[1]
+    printed = re.search(r"```text\n(.*?)\n```", text, re.DOTALL)[1]
+    assert with_pytorch_and_numpy_alone(f"import {module}\n{example}") == printed
+
+
+def test_parameters_of_rules_attacks_and_partitions_are_checked_without_pydantic():
+    with_pytorch_and_numpy_alone("""
+from fedsim.aggregation import pre_aggregator, rule
+from fedsim.byzantine import attack_strategy
+from fedsim.data import partition_strategy
+for each in (*rule, *pre_aggregator, *attack_strategy, *partition_strategy):
+    each.check({name: 1 if field.default is field.empty else field.default for name, field in each.fields.items()})
+""")
+
+
 @pytest.mark.slow
 def test_torchvision_imports_and_schemas_are_declared_where_they_are_missing_and_only_there():
     """Runs with fitting and unfitting torchvision builds; the operators are first hidden, then present."""
@@ -69,6 +103,8 @@ def test_torchvision_imports_and_schemas_are_declared_where_they_are_missing_and
 import torch
 {before}
 from fedsim.system import packages
+from tests.commands import ROOT
+from tests.declared import PROJECT
 print(packages.import_torchvision().datasets.MNIST.__name__)
 print(packages._missing_operators is not None, hasattr(torch.ops.torchvision, "nms"))
 """

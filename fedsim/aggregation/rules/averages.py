@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedsim.aggregation.numerics.columns import squared_norms
 from fedsim.aggregation.numerics.threads import alone_if_few
 from fedsim.aggregation.rule import LinearCombination, rule
+from fedsim.core.numbers import NonNegativeFloat, PositiveFloat
 from fedsim.errors import ExperimentError
 from fedsim.system.devices import to_device
 

@@ -6,14 +6,13 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedsim.aggregation.numerics.columns import distances_to, norms
 from fedsim.aggregation.numerics.gram import Gram, times
 from fedsim.aggregation.numerics.lazy_rows import LazyRows
 from fedsim.aggregation.rule import ByzantineCount, LinearCombination, pre_aggregator, require, rule
-from fedsim.core.numbers import Iterations
+from fedsim.core.numbers import Example, Iterations, NonNegativeFloat, PositiveFloat
 from fedsim.errors import ExperimentError
 
 
@@ -38,7 +37,7 @@ def _clipped_share(factors: Tensor) -> float:
 @rule("norm_clipping")
 @pre_aggregator("norm_clipping")
 def norm_clipping(
-    updates: Tensor, metrics: dict[str, Any], *, c: Annotated[PositiveFloat, Field(examples=[1.0])]
+    updates: Tensor, metrics: dict[str, Any], *, c: Annotated[PositiveFloat, Example(1.0)]
 ) -> LinearCombination:
     """Clip each update x to norm c: x min(1, c / |x|) (Sun et al. 2019). As a rule, return the mean of the results.
 

@@ -9,11 +9,11 @@ import math
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedsim.aggregation.numerics.columns import distances_on_device, distances_to, on_host, products_with
 from fedsim.aggregation.rule import ByzantineCount, LinearCombination, rule
+from fedsim.core.numbers import Example, NonNegativeFloat, PositiveFloat
 from fedsim.errors import ExperimentError
 
 
@@ -61,9 +61,7 @@ def zeno_plus_plus(
 
 
 @rule("afl_guard")
-def afl_guard(
-    updates: Tensor, root: Tensor, *, lam: Annotated[PositiveFloat, Field(examples=[1.0])]
-) -> LinearCombination:
+def afl_guard(updates: Tensor, root: Tensor, *, lam: Annotated[PositiveFloat, Example(1.0)]) -> LinearCombination:
     """Accept rows that are near the server's own update (AFLGuard, Fang et al. 2022).
 
     A row x is accepted if |x - root| <= lam |root|. The paper accepts one update at a time. For several rows, the

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 
 import torch
-from pydantic import PositiveFloat
 from torch import Tensor
 
 from fedsim.aggregation.numerics.columns import distances_on_device, on_host
@@ -17,6 +16,7 @@ from fedsim.aggregation.numerics.gram import Gram, stable_order
 from fedsim.aggregation.rule import ByzantineCount, LinearCombination, require, rule
 from fedsim.aggregation.rules.clipping import clip_factors
 from fedsim.aggregation.rules.order_statistics import trimmed_mean
+from fedsim.core.numbers import PositiveFloat
 
 
 @rule("clipped_gossip")

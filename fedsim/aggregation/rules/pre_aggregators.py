@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from pydantic import PositiveInt
 from torch import Tensor
 
 from fedsim.aggregation.numerics.gram import Gram, stable_order
 from fedsim.aggregation.rule import ByzantineCount, LinearCombination, pre_aggregator, require
+from fedsim.core.numbers import PositiveInt
 
 
 @pre_aggregator("nnm")

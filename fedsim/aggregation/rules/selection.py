@@ -7,7 +7,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from fedsim.aggregation.numerics.columns import distances_to, norms
@@ -16,6 +15,7 @@ from fedsim.aggregation.numerics.sorting import mean_nearest, middle, sorted_col
 from fedsim.aggregation.numerics.subset_search import least_covariance, least_diameter
 from fedsim.aggregation.rule import ByzantineCount, LinearCombination, average_of, require, require_finite, rule
 from fedsim.aggregation.rules.order_statistics import median
+from fedsim.core.numbers import NonNegativeInt, PositiveInt
 from fedsim.errors import ExperimentError
 
 

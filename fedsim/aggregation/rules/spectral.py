@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import torch
-from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fedsim.aggregation.mean_shift import bandwidth_of, mean_shift
@@ -14,7 +13,7 @@ from fedsim.aggregation.numerics.columns import distances_on_device, most_column
 from fedsim.aggregation.numerics.gram import TIED, Gram, require_no_overflow
 from fedsim.aggregation.rule import ByzantineCount, LinearCombination, average_of, require, require_finite, rule
 from fedsim.aggregation.rules.clipping import clip_factors
-from fedsim.core.numbers import Iterations, PositiveFraction
+from fedsim.core.numbers import Iterations, PositiveFloat, PositiveFraction, PositiveInt
 from fedsim.core.randomness import Draws
 from fedsim.errors import ExperimentError
 from fedsim.system.devices import wide_dtype

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from pydantic import Field, PositiveInt
 
 from fedsim.asynchronous.policies.policy import Policy, policy
 from fedsim.asynchronous.policies.server import Arrival, AsyncServer
 from fedsim.clients import State
+from fedsim.core.numbers import Example, PositiveInt
 from fedsim.core.rows import index_of
 from fedsim.errors import ExperimentError
 
@@ -36,7 +36,7 @@ class BufferedSGD(Policy):
     (3,)
     """
 
-    b: Annotated[PositiveInt, Field(examples=[2])]
+    b: Annotated[PositiveInt, Example(2)]
 
     def sizes(self, n_workers: int) -> tuple[int, ...]:
         return (self.b,)

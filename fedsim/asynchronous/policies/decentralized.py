@@ -13,14 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from pydantic import PositiveInt
 from torch import Tensor
 
 from fedsim.aggregation import column_blocks
 from fedsim.asynchronous.policies.policy import Policy, StateScope, policy
 from fedsim.asynchronous.policies.server import Arrival, AsyncServer
 from fedsim.clients import State
-from fedsim.core.numbers import Fraction
+from fedsim.core.numbers import Fraction, PositiveInt
 from fedsim.core.randomness import numpy_generator
 from fedsim.core.rows import index_of
 from fedsim.errors import ExperimentError

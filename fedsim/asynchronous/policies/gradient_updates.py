@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from fedsim.asynchronous.policies.buffer import collect, new_buffer
 from fedsim.asynchronous.policies.policy import Locking, Policy, StateScope, policy
 from fedsim.asynchronous.policies.server import Arrival, AsyncServer
 from fedsim.clients import State
-from fedsim.core.numbers import FractionBelowOne
+from fedsim.core.numbers import Example, FractionBelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt
 from fedsim.errors import ExperimentError
 
 
@@ -317,7 +316,7 @@ class KAsync(FirstK):
     2
     """
 
-    k: Annotated[PositiveInt, Field(examples=[2])]
+    k: Annotated[PositiveInt, Example(2)]
 
     def needed(self, n_workers: int) -> int:
         return self.k

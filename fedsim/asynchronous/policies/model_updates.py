@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from fedsim.asynchronous.policies.buffer import collect, new_buffer
 from fedsim.asynchronous.policies.policy import Policy, policy
 from fedsim.asynchronous.policies.server import Arrival, AsyncServer
 from fedsim.clients import State
-from fedsim.core.numbers import FractionBelowOne, PositiveFraction
+from fedsim.core.numbers import FractionBelowOne, NonNegativeFloat, NonNegativeInt, PositiveFraction, PositiveInt
 from fedsim.errors import ExperimentError
 
 WEIGHTINGS: dict[str, Callable[[int, float, int], float]] = {

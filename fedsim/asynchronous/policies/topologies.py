@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
-from fedsim.core.numbers import Fraction
+from fedsim.core.numbers import Example, Fraction, PositiveInt
 from fedsim.core.randomness import numpy_generator
 from fedsim.core.registry import Component, Registry
 from fedsim.delays import read_numbers
@@ -330,7 +330,7 @@ def small_world(n: int, rng: np.random.Generator, *, k: EvenCount = 4, p: Fracti
     return adjacency
 
 
-Rows = Annotated[list[list[float | bool]], Field(max_length=500, examples=[[[0.5, 0.5], [0.5, 0.5]]])]
+Rows = Annotated[list[list[float | bool]], Field(max_length=500), Example([[0.5, 0.5], [0.5, 0.5]])]
 
 
 @topology("matrix")
@@ -347,7 +347,7 @@ def matrix(*, weights: Rows) -> Any:
 
 
 @topology("csv")
-def csv(*, path: Annotated[str, Field(examples=["weights.csv"])]) -> np.ndarray:
+def csv(*, path: Annotated[str, Example("weights.csv")]) -> np.ndarray:
     """Read the matrix from a text file: a mixing matrix, or an adjacency matrix of zeros and ones.
 
     Args:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import PositiveInt
 
-from fedsim.core.numbers import ProperFraction
+from fedsim.core.numbers import PositiveInt, ProperFraction
 from fedsim.data.columns import TRAIN_PARTS, part_like, parts_of, warn, warn_of_unused
 from fedsim.data.drawn_tests import split_test
 from fedsim.data.pictures import pixels_of

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
+from fedsim.core.numbers import PositiveFloat, PositiveInt
 from fedsim.data.pictures import pixels_of
 from fedsim.data.shapes import SampleShape
 from fedsim.data.sources import MNIST_STATISTICS, dataset

@@ -15,9 +15,8 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, PositiveInt
 
-from fedsim.core.numbers import ProperFraction
+from fedsim.core.numbers import Limits, PositiveInt, ProperFraction
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, show
@@ -94,7 +93,7 @@ def text(
     *,
     path: str | list[str],
     tokens: Literal["characters", "bpe"] = "characters",
-    vocabulary: Annotated[int, Field(ge=2)] = 512,
+    vocabulary: Annotated[int, Limits(ge=2)] = 512,
     length: PositiveInt = 80,
     stride: PositiveInt | None = None,
     targets: Targets = "all",

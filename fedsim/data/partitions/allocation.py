@@ -8,16 +8,16 @@ from fractions import Fraction
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from pydantic import Field
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fedsim.core.numbers import Limits
 from fedsim.errors import ExperimentError
 
 TRIES = 1000  # maximum number of draws to reach `min_size`
 
 # Concentration parameter of a Dirichlet distribution. Above 1e12 all shares would be equal, and sums would overflow.
-Concentration = Annotated[float, Field(gt=0, le=1e12)]
+Concentration = Annotated[float, Limits(gt=0, le=1e12)]
 
 
 def label_array(labels: Any) -> np.ndarray:

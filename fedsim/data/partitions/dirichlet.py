@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from pydantic import PositiveInt
 
+from fedsim.core.numbers import PositiveInt
 from fedsim.data.partitions.allocation import (
     Concentration,
     assign_samples,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import NonNegativeFloat, PositiveInt
 from torch import Tensor
 
+from fedsim.core.numbers import NonNegativeFloat, PositiveInt
 from fedsim.core.randomness import Draws
 from fedsim.data.partitions.base import Transform, partition_strategy
 from fedsim.data.partitions.sizes import iid

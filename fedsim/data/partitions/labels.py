@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from pydantic import PositiveInt
 
-from fedsim.core.numbers import Fraction
+from fedsim.core.numbers import Fraction, PositiveInt
 from fedsim.data.partitions.allocation import assign_samples, by_label, even_sizes
 from fedsim.data.partitions.base import partition_strategy
 from fedsim.errors import ExperimentError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field, PositiveInt
 
+from fedsim.core.numbers import Limits, PositiveInt
 from fedsim.data.partitions.allocation import Concentration, cut_by_shares, draw_until_large_enough
 from fedsim.data.partitions.base import partition_strategy
 
@@ -55,7 +55,7 @@ def quantity(
     *,
     distribution: Literal["dirichlet", "lognormal"] = "dirichlet",
     beta: Concentration = 0.5,
-    sigma: Annotated[float, Field(ge=0, le=1e12)] = 1.0,
+    sigma: Annotated[float, Limits(ge=0, le=1e12)] = 1.0,
     min_size: PositiveInt = 1,
 ) -> list[np.ndarray]:
     """Shuffle the samples and cut them into shards of unequal sizes, by Dirichlet or lognormal shares.

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from pydantic import BeforeValidator, PositiveInt
 
+from fedsim.core.numbers import Mark, PositiveInt
 from fedsim.data.partitions.allocation import Concentration
 from fedsim.data.partitions.base import partition_strategy
 from fedsim.data.partitions.dirichlet import draw_counts
 from fedsim.errors import ExperimentError
 
-Skew = Annotated[Concentration | None, BeforeValidator(lambda alpha: None if alpha == math.inf else alpha)]
+
+class InfinityIsNone(Mark):
+    """Replaces infinity by None before pydantic checks a value."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        from pydantic_core.core_schema import no_info_before_validator_function
+
+        return no_info_before_validator_function(lambda alpha: None if alpha == math.inf else alpha, handler(source))
+
+
+Skew = Annotated[Concentration | None, InfinityIsNone()]
 
 
 @partition_strategy("virtual")
