@@ -141,7 +141,8 @@ def show_warnings_as_lines() -> None:
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **further: Any) -> None:
         if issubclass(category, FedsimWarning):
-            print(f"warning: {printable(str(message))}", file=sys.stderr, flush=True)
+            erased = "\x1b[K" if sys.stderr.isatty() else ""  # a status line
+            print(f"{erased}warning: {printable(str(message))}", file=sys.stderr, flush=True)
         else:
             show_other(message, category, *place, **further)
 

@@ -19,7 +19,7 @@ from fedsim.config.from_data import taken_from_data
 from fedsim.config.schema import TopAttack
 from fedsim.errors import plural, show, show_bytes
 from fedsim.records.checkpoints import CheckpointFolder
-from fedsim.records.formatting import score_text
+from fedsim.records.formatting import race_caveat, score_text
 from fedsim.records.record import Metric, RoundRecord
 from fedsim.records.round_table import columns_of, table_header, table_line
 from fedsim.records.worker_results import workers_line
@@ -74,7 +74,7 @@ class Display(Callback):
     def announce(self) -> None:
         """Print a description of the experiment before its data and model are loaded."""
         if self._experiment.mode == "race":
-            self._print(_caveat(self._experiment.race.runs))
+            self._print(race_caveat(self._experiment.race.runs))
         self._print(announcement(self._experiment))
 
     def on_setup(self, step: str) -> None:
@@ -169,15 +169,6 @@ class Display(Callback):
             self._leave()
         elif self._last is not None:
             self._finish(self._last)
-
-
-def _caveat(runs: int) -> str:
-    """Return the warning that is printed above the results of mode "race". `runs` is how often the race is repeated."""
-    if runs == 1:
-        return "a race is not repeatable, and a single repetition shows no spread; set race.runs=5"
-    return (
-        f"a race is not repeatable: numbers are means over {runs} repetitions, and the model is that of the first one"
-    )
 
 
 def _attack(attack: TopAttack) -> str:

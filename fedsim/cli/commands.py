@@ -20,6 +20,7 @@ from fedsim.cli.words import AllowImports, Labels, Quiet, Words, complete_metric
 from fedsim.config.components import COMPONENTS, describe_component, list_module, registry_of
 from fedsim.config.files import experiments
 from fedsim.config.listing import KINDS, list_kind, overview
+from fedsim.core.status_line import status_line, with_status_line
 from fedsim.core.text_wrapping import hang, terminal_columns
 from fedsim.errors import ExperimentError, SettingWarning, one_line, show
 from fedsim.system.files import user_path
@@ -87,7 +88,8 @@ def run(
         if dry_run:
             _check(experiment)
             return
-        experiment = with_data(experiment)
+        with status_line("loading the data set"):
+            experiment = with_data(experiment)
         main = engines.get(experiment.engine).target.is_main()
         chosen = resume or out or (None if main else Path(experiment.name))  # only the main process writes
         folder = chosen or stack.enter_context(new_folder(experiment.name))
@@ -104,7 +106,7 @@ def _check(experiment: Experiment) -> None:
     from fedsim.runs.session import Session
     from fedsim.runs.setup import check_run
 
-    with Session() as session:
+    with status_line("checking the run"), Session() as session:
         task = check_run(experiment, session, to_run=False)
     for line in warnings_about(experiment):
         warnings.warn(line, SettingWarning, stacklevel=1)
@@ -139,9 +141,10 @@ def replay(
         from fedsim.comparison.axes import split_at_commas
         from fedsim.config.overrides import parse_value
 
-        stored = load_round(folder, round, allow_imports=allow_imports)
         chosen = [parse_value(text.strip(), "--rules") for text in split_at_commas(rules)] if rules else None
-        results = replay_rules(stored, chosen)
+        with status_line("applying the rules"):
+            stored = load_round(folder, round, allow_imports=allow_imports)
+            results = replay_rules(stored, chosen)
         print(replay_json(stored, results) if json else replay_table(stored, results, terminal_columns()))
 
 
@@ -163,7 +166,9 @@ def privacy(
         from fedsim.config.load import load_experiment
 
         experiment = load_experiment(source, overrides, allow_imports=allow_imports)
-        for topic, text in privacy_plan(experiment, target_epsilon):
+        with status_line("computing epsilon"):
+            lines = privacy_plan(experiment, target_epsilon)
+        for topic, text in lines:
             _print(topic, text)
 
 
@@ -180,7 +185,9 @@ def report(
     with errors_as_lines("fedsim.report"):
         from fedsim.report import write_report
 
-        print(write_report(folder, out))
+        with status_line("writing the report"):
+            path = write_report(folder, out)
+        print(path)
 
 
 Subject = Annotated[
@@ -200,26 +207,29 @@ Search = Annotated[
 def list_command(subject: Subject = None, search: Search = "") -> None:
     """List all components and built-in experiments by name, or the components of one kind with their parameters."""
     with errors_as_lines():
-        columns = terminal_columns()
-        if subject is not None and subject not in KINDS:
-            if search:
-                raise ExperimentError(
-                    f"--search: {show(subject)} is not a kind of component; omit it, or use one of {', '.join(KINDS)}"
-                )
-            if subject in experiments() and not any(subject in registry_of(kind).names() for kind in COMPONENTS):
-                print(experiments()[subject].read_text(encoding="utf-8"), end="")
-                return
-            is_file = subject.endswith(".py")
-            print(list_module(user_path(subject), columns) if is_file else describe_component(subject, KINDS))
-            return
-        if subject is None and not search:
-            more = "fedsim list KIND or NAME shows details; fedsim list keys shows the keys of an experiment"
-            print("\n".join([overview(columns), "", hang("", f"{more}; --search finds words", columns)]))
-            return
-        blocks = [list_kind(kind, columns, search) for kind in KINDS if subject in (None, kind)]
-        if not any(blocks):
-            raise ExperimentError(f"--search {show(search)}: no entry contains these words; run fedsim list to see all")
-        print("\n\n".join(filter(None, blocks)))
+        with status_line("importing the components"):
+            text = _listing(subject, search, terminal_columns())
+        print(text)
+
+
+def _listing(subject: str | None, search: str, columns: int | None) -> str:
+    """Return what `fedsim list` prints, wrapped to `columns` characters. Its arguments are those of the command."""
+    if subject is not None and subject not in KINDS:
+        if search:
+            raise ExperimentError(
+                f"--search: {show(subject)} is not a kind of component; omit it, or use one of {', '.join(KINDS)}"
+            )
+        if subject in experiments() and not any(subject in registry_of(kind).names() for kind in COMPONENTS):
+            return experiments()[subject].read_text(encoding="utf-8").rstrip("\n")
+        is_file = subject.endswith(".py")
+        return list_module(user_path(subject), columns) if is_file else describe_component(subject, KINDS)
+    if subject is None and not search:
+        more = "fedsim list KIND or NAME shows details; fedsim list keys shows the keys of an experiment"
+        return "\n".join([overview(columns), "", hang("", f"{more}; --search finds words", columns)])
+    blocks = [list_kind(kind, columns, search) for kind in KINDS if subject in (None, kind)]
+    if not any(blocks):
+        raise ExperimentError(f"--search {show(search)}: no entry contains these words; run fedsim list to see all")
+    return "\n\n".join(filter(None, blocks))
 
 
 PlottedWords = Annotated[
@@ -290,22 +300,23 @@ def plot(
             raise ExperimentError(
                 f"{show(words[0])}: is not a folder; put the folder of a run or of a comparison first"
             )
-        source = comparison_of_sources(folders)
         only = {key: split_at_commas(values) for key, _, values in keys.values()}
-        figure = draw(
-            source,
-            metric=metric,
-            x=x,
-            kind=kind,  # type: ignore[arg-type]  # checked there
-            only=only,
-            style=style,  # type: ignore[arg-type]
-            width=width,
-            height=height,
-            x_range=x_range,
-            y_range=y_range,
-            labels=labels_of(label or [], source.axes),
-            out=out,
-        )
+        with status_line("drawing the figure"):
+            source = comparison_of_sources(folders)
+            figure = draw(
+                source,
+                metric=metric,
+                x=x,
+                kind=kind,  # type: ignore[arg-type]  # checked there
+                only=only,
+                style=style,  # type: ignore[arg-type]
+                width=width,
+                height=height,
+                x_range=x_range,
+                y_range=y_range,
+                labels=labels_of(label or [], source.axes),
+                out=out,
+            )
         if kind == "timeline":
             print(timeline_table(source, only))
         print(figure.get_label())
@@ -319,10 +330,11 @@ def doctor() -> None:
         for topic, text in _versions():
             _print(topic, text)
         try:
-            from fedsim.cli.checkup import findings
+            with status_line("importing PyTorch"):
+                from fedsim.cli.checkup import findings
 
             print("", flush=True)
-            for finding in findings():
+            for finding in with_status_line("examining this machine", findings()):
                 _print(finding.about, finding.found)
                 problems += finding.problems
                 fatal |= finding.fatal

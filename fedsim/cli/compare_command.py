@@ -20,6 +20,7 @@ from fedsim.cli.words import (
     source_and_overrides,
 )
 from fedsim.config.files import experiments
+from fedsim.core.status_line import status_line
 from fedsim.errors import ExperimentError, show
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ def compare(
         table = table or "text"
         if table not in TABLES:
             raise ExperimentError(f"--table {show(table)}: must be one of {', '.join(TABLES)}")
+        lines = sys.stdout if table == "text" else sys.stderr  # so that `> table.tex` writes the table alone
         settings = ComparisonSettings(
             target=target,
             tune=key or None,
@@ -166,10 +168,12 @@ def compare(
                     "merging the folders of comparisons supports only the options --out, --target, --tune, --worst, "
                     "--metric, --heatmap, --table, --label and --allow-imports; remove all other options and arguments"
                 )
-            comparison = _merge(folders, out, settings, allow_imports=allow_imports)
+            with status_line("reading the runs and drawing the figures"):
+                comparison = _merge(folders, out, settings, allow_imports=allow_imports)
             labels = labels_of(label or [], comparison.axes)
         else:
-            plan = plan_comparison(source, None, changes, settings, allow_imports=allow_imports)
+            with status_line("checking the runs"):
+                plan = plan_comparison(source, None, changes, settings, allow_imports=allow_imports)
             labels = labels_of(label or [], plan.axes)
             part = Shard.parse(shard) if shard else None
             if part and out is None:
@@ -177,10 +181,11 @@ def compare(
             if dry_run:
                 _list_runs(plan, part, skip_invalid=skip_invalid)
                 return
-            comparison = _run(plan, part, out, jobs, quiet=quiet)
+            with contextlib.redirect_stdout(lines):
+                comparison = _run(plan, part, out, jobs, quiet=quiet)
         if not quiet and not shard:
             print(TABLES[table](comparison.renamed(labels)), end="\n\n")
-        print(comparison.folder)
+        print(comparison.folder, file=lines)
         for failed in comparison.failed:
             print(f"error: {failed.id}: {failed.error}", file=sys.stderr)
         if comparison.failed:
@@ -208,7 +213,8 @@ def _list_runs(plan: ComparisonPlan, part: Shard | None, *, skip_invalid: bool) 
     if not part:
         check_copies(run.experiment for run in planned)
     if not skip_invalid:
-        check_runs(planned, to_run=False)
+        with status_line("checking the runs"):
+            check_runs(planned, to_run=False)
     print("\n".join(f"{run.id}: {describe_point(run.point)}" for run in planned))
     for line in plan.left_out:
         print(f"left out: {line}")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
+from fedsim.core.status_line import status_line
 from fedsim.errors import FedsimError, WorkerError, printable, show_warnings_as_lines
 from fedsim.system.interrupts import Terminated, signals_as_exceptions
 from fedsim.system.limits import describe_os_error, format_failure, frames_of_user
@@ -65,18 +66,14 @@ def errors_as_lines(module: str | None = None) -> Iterator[None]:
 
 def _import(module: str) -> None:
     """Import a module that needs PyTorch, and show a message in the terminal during the import."""
-    show_line = "torch" not in sys.modules and sys.stderr.isatty()
-    if show_line:
-        print("importing PyTorch", end="\r", file=sys.stderr, flush=True)
-    gc.disable()  # otherwise the garbage collector takes a fifth of the import time
-    importlib.import_module(module)
-    from fedsim.config.experiment import Experiment  # imported here to keep `--help` fast
+    with status_line("importing PyTorch") if "torch" not in sys.modules else contextlib.nullcontext():
+        gc.disable()  # otherwise the garbage collector takes a fifth of the import time
+        importlib.import_module(module)
+        from fedsim.config.experiment import Experiment  # imported here to keep `--help` fast
 
-    Experiment.model_rebuild()
-    gc.freeze()
-    gc.enable()
-    if show_line:
-        print("\x1b[K", end="", file=sys.stderr, flush=True)  # erases the line
+        Experiment.model_rebuild()
+        gc.freeze()
+        gc.enable()
 
 
 def _print_error(text: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from fedsim.callbacks.display import DRAWING, print_line, progress_bar
 from fedsim.comparison.plan import ComparisonPlan, PlannedRun
 from fedsim.core.notebook import CellOutput, in_notebook, progress_html, text_html
+from fedsim.core.status_line import status_line
 from fedsim.errors import plural
 from fedsim.records.formatting import score_text
 from fedsim.records.reader import Run
@@ -49,10 +50,12 @@ class ComparisonDisplay(Callback):
     def __init__(self, folder: Path | None = None, *, quiet: bool = False) -> None:
         self._folder, self._quiet = folder, quiet
         self._bar = progress_bar(0, quiet=True)  # until the number of rounds is known
+        self._checking = contextlib.ExitStack()
         self._total = self._ended = self._failed = 0
         self._done = Counter[str]()  # rounds of each run
 
     def on_start(self, plan: ComparisonPlan, todo: Sequence[PlannedRun], jobs: int) -> None:
+        self._checking.close()
         self._begun, self._total = time.perf_counter(), len(todo)
         self._planned = {run.id: run.experiment.rounds for run in todo}
         self._rounds = sum(self._planned.values())
@@ -95,9 +98,12 @@ class ComparisonDisplay(Callback):
         print_line(line, quiet=self._quiet)
 
     def __enter__(self) -> ComparisonDisplay:
+        if not self._quiet:
+            self._checking.enter_context(status_line("checking the runs"))
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
+        self._checking.close()
         self._bar.close()
         if kind is None and self._total:
             self._print(f"{plural(self._total, 'run')} in {self._seconds:.1f} s\n")

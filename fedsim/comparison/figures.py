@@ -428,9 +428,11 @@ def _lost_updates(run: Run, races: Sequence[tuple[int, RaceRecord]]) -> Timeline
         table.append([_rounds(part), amount(updates), amount(lost), share])
         spells += [Spell(row, KEPT, 0.0, updates - lost, 0.0, ""), Spell(row, LOST, updates - lost, lost, 0.0, share)]
         ends.append(updates)
+    runs = races[-1][1].runs or 1
+    repeated = f", summed over {runs} repetitions" if runs > 1 else ""
     return Timeline(
         title="Lost updates of a race",
-        remark=f"{run.name}: the numbers of lost updates are estimates",
+        remark=f"{run.name}: the numbers of lost updates are estimates{repeated}",
         x_text="updates",
         y_text="",
         head=["", "updates", "lost", "share"],

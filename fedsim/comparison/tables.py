@@ -107,6 +107,7 @@ def columns(comparison: ComparedRuns) -> dict[str, Column]:
         "byzantine_weight": Column("Byzantine weight", _byzantine_weight),
     }
     by_name["virtual_seconds"] = Column("virtual s", amount("virtual_seconds"))
+    by_name["lost_fraction"] = Column("updates lost", mean("lost_fraction", fmt.percent))
     components = [name for name in names if name.startswith(COMPONENT)]
     means_first = sorted(components, key=lambda name: not name.endswith("_mean"))  # "_mean": means over workers
     by_name |= {name: Column(name.removeprefix(COMPONENT), amount(name)) for name in means_first}

@@ -10,7 +10,7 @@ from fedsim.comparison.tables import comparison_text, shown_columns, table_notes
 
 LATEX = {character: f"\\{character}" for character in "&%$#_{}"} | {
     **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
-    **{"±": r"$\pm$", "≈": r"$\approx$", "<": "$<$", ">": "$>$"},
+    **{"±": r"$\pm$", "≈": r"$\approx$", "<": "$<$", ">": "$>$", "|": r"\textbar{}"},
 }
 SIGNED = re.compile(r"(?<![\w.-])-(?=\d)")  # the sign of a negative number
 
@@ -67,7 +67,7 @@ def _cells(
 
 
 def _markdown_text(text: str) -> str:
-    return re.sub(r"([\\`*|<>])", r"\\\1", text)
+    return re.sub(r"([\\`*|<>\[\]]|\b_|_\b)", r"\\\1", text)
 
 
 def _latex_text(text: str) -> str:

@@ -78,6 +78,15 @@ def score_text(record: RoundRecord) -> str:
     return f"{score.label.lower()} {(fraction if score.share else number)(score.read(record))}"
 
 
+def race_caveat(runs: int) -> str:
+    """Return the warning about results of mode "race". `runs` is how often the race was repeated."""
+    if runs == 1:
+        return "a race is not repeatable, and a single repetition shows no spread; set race.runs=5"
+    return (
+        f"a race is not repeatable: numbers are means over {runs} repetitions, and the model is that of the first one"
+    )
+
+
 def fraction(value: float | None) -> str:
     """Return a number between 0 and 1, such as an accuracy, as text with four decimals."""
     return MISSING if value is None else fixed(value)

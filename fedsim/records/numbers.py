@@ -133,6 +133,8 @@ def run_metrics(
         numbers |= {**at._asdict(), "staleness": mean_staleness(history)}
         del numbers["round"]
     numbers = {name: value for name, value in numbers.items() if value is not None}
+    if updates := sum(record.race.updates or 0 for record in history if record.race):
+        numbers["lost_fraction"] = sum(record.race.updates_lost or 0.0 for record in history if record.race) / updates
     if target is not None:
         totals = [(*at, nbytes) for at, nbytes in zip(progress, sent, strict=True)]
         pairs = [(at, score.read(record)) for record, at in zip(history, totals, strict=True)]

@@ -13,6 +13,7 @@ from fedsim.core.confidence import FEWEST_FOR_BAND
 from fedsim.records import formatting as fmt
 from fedsim.records.reader import Run, StoredPartition
 from fedsim.report import on_page
+from fedsim.report.run_page import weights_note
 
 MINUS = "\N{MINUS SIGN}"
 NOT_SHOWN = ("difference", "best_accuracy", "best_loss")  # columns that the report leaves out
@@ -46,6 +47,7 @@ def comparison_page(comparison: Comparison) -> tuple[dict[str, Any], dict[str, A
         "environment": fmt.flatten(runs[0].environment),
         "unfinished": [(run.id, run.state) for run in comparison.failed],
         "fewest_for_band": FEWEST_FOR_BAND,
+        "weights_note": weights_note(runs),
     }
     return context, charts
 
@@ -141,12 +143,14 @@ def run_name(run: Run) -> str:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """Return warnings about unfinished and diverged runs, and about values that `tune` could not choose."""
+    """Return warnings about unfinished and diverged runs, races, and values that `tune` could not choose."""
     total, lines = len(comparison.runs), list[str]()
     if missing := len(comparison.failed):
         lines.append(f"Not finished: {missing} of {total} runs. The table counts only finished runs.")
     if diverged := comparison.diverged:
         lines.append(f"Diverged: {diverged} of {total} runs. Their results are those of the last finite model.")
+    if any(run.history and run.history[-1].race is not None for run in comparison.runs):
+        lines.append("A race is not repeatable: another run with the same seed has different results.")
     return [*lines, *undecided(comparison)]
 
 

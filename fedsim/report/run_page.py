@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from fedsim.comparison.figures import timeline
+from fedsim.core.confidence import estimate
 from fedsim.core.input_limits import leaves_of
 from fedsim.errors import called, plural
 from fedsim.records import formatting as fmt
@@ -17,6 +19,8 @@ from fedsim.report import on_page
 from fedsim.report.on_page import charts_of, line_name, scale_choices
 
 MOST_ROWS = 1_000  # maximum number of rows in the table of rounds
+
+MEANS = ("mean", "weighted_mean")  # rules that are not shown for asynchronous runs
 
 # Settings in the head of the report: a name, and the keys of the experiment to look up.
 FACTS = {
@@ -57,8 +61,9 @@ def run_page(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
         "table": rounds_table(run),
         "metrics": [chart.label for chart in charts_of([run])],
         "scales": scale_choices([run]),
-        "weights_note": _weights_note(run),
+        "weights_note": weights_note([run]),
         "timeline": shown,
+        "tested": run.workers and run.workers.score_name,
     }
     return context, charts
 
@@ -70,8 +75,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
     values_by_word = {word: next((values[key] for key in keys if key in values), None) for word, keys in FACTS.items()}
     if run.experiment.get("mode", "rounds") == "rounds":
         values_by_word |= {"mode": None, "policy": None}
-    if run.history[-1].asynchronous is not None:
-        values_by_word["rule"] = None  # asynchronous training does not use the rule
+    if run.history[-1].asynchronous is not None and values_by_word["rule"] in MEANS:
+        values_by_word["rule"] = None  # the policy applies each result
     values_by_word["device"] = run.environment.get("device")
     return [(word, fmt.label(value)) for word, value in values_by_word.items() if value is not None]
 
@@ -83,7 +88,12 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     best_round = next((record.round for record in run.history if score.read(record) == best), None)
     quantity = score.key.removeprefix("test_")
     show_score = fmt.fraction if score.share else fmt.number
-    remark = f"test loss {fmt.number(last.test_loss)}" if score.share else "mean of the test"
+    remark = f"test loss {fmt.number(last.test_loss)}" if score.share else "mean over the test samples"
+    repeated = 0
+    if (race := last.race) is not None and (race.runs or 1) > 1:
+        repeated = len(values := race.test_accuracies if score.share else race.test_losses)
+        if spread := estimate([value for value in values if value is not None]):
+            remark = f"{spread.spread()}, {repeated} repetitions"
     seconds = [record.total_seconds for record in run.history if record.total_seconds is not None]
     sent = [record.total_bytes for record in run.history if record.total_bytes is not None]
     shown = [
@@ -100,7 +110,8 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
         remark = f"{LABELS[tested.used]}, {plural(len(tested.workers), 'worker')}"
         shown.insert(2, (f"worker {tested.score_name}", show_score(value), remark))
     if seconds:
-        shown.append(("time", fmt.seconds(sum(seconds)), f"{fmt.seconds(sum(seconds) / len(seconds))} per round"))
+        each = f"{fmt.seconds(sum(seconds) / len(seconds))} per round"
+        shown.append(("time", fmt.seconds(sum(seconds)), f"{each}, all repetitions" if repeated else each))
     if last.virtual_seconds is not None:
         per_round = fmt.amount(last.virtual_seconds / len(run.history))
         shown.append(("virtual time", f"{fmt.amount(last.virtual_seconds)} s", f"{per_round} s per round"))
@@ -121,8 +132,10 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
 
 
 def notes(run: Run) -> list[str]:
-    """Return warnings about an early stop, missing rounds and missing files."""
+    """Return warnings about races, an early stop, missing rounds and missing files."""
     sentences = []
+    if (race := run.history[-1].race) is not None:
+        sentences.append(f"{fmt.race_caveat(race.runs or 1).capitalize()}.")
     if run.stopped:
         sentences.append(f"Stopped after round {len(run.history)} of {run.planned}: {run.stopped}.")
     elif not run.finished:
@@ -139,13 +152,13 @@ def notes(run: Run) -> list[str]:
     return sentences
 
 
-def _weights_note(run: Run) -> str | None:
-    """Return why the report has no heat map of aggregation weights; None if the training has no such weights."""
-    if run.history[-1].asynchronous is not None:
+def weights_note(runs: Sequence[Run]) -> str | None:
+    """Return why there is no heat map of aggregation weights; None if the training has no such weights."""
+    if all(run.history[-1].asynchronous is not None for run in runs):
         return None
-    if any(record.weights is not None for record in run.history):
+    if any(record.weights is not None for run in runs for record in run.history):
         return "This aggregation rule does not weight whole updates, and no worker was excluded."
-    return "The run recorded no worker weights."
+    return "No worker weights were recorded."
 
 
 def rounds_table(run: Run) -> dict[str, Any]:

@@ -31,6 +31,17 @@ def test_it_prints_a_line_per_run_the_table_and_the_folder(cli, tmp_path):
     assert (folder / "accuracy.png").is_file()
 
 
+def test_a_table_for_a_paper_is_alone_on_stdout(cli, tmp_path):
+    words = [*SERIAL, "rounds=1", "aggregate.rule=mean,median", "seed=0,1", "records.figures=[]", "--out", "x"]
+    done = cli("compare", *words, "--table", "latex")
+    again = cli("compare", "x", "--table", "latex", "--allow-imports")
+    assert done.stdout == again.stdout
+    assert done.stdout.startswith("\\begin{tabular}")
+    assert all(line.startswith("%") for line in done.stdout.partition("\\end{tabular}\n")[2].split("\n") if line)
+    assert done.stderr.splitlines()[0].startswith("quick: 4 runs")
+    assert done.stderr.splitlines()[-1] == again.stderr.strip() == "x"
+
+
 def test_a_dry_run_lists_the_runs_and_leaves_nothing(cli, tmp_path):
     done = cli("compare", *QUICK, "local.lr=0.1,0.2", "seed=0,1", "--dry-run")
     assert done.stdout.splitlines() == [
@@ -127,6 +138,7 @@ def test_on_a_terminal_one_bar_counts_the_rounds_of_all_runs(tmp_path):
     out, shown = run_on_a_terminal(*words, cwd=tmp_path)
     assert out.count("accuracy 0.") == 3
     assert re.search(r"\d+ of 90 rounds, \d\d:\d\d left, \d of 3 runs", shown)
+    assert shown.count("checking the runs\r\x1b[K") == 2  # of the settings, and with the data
 
 
 @pytest.mark.usefixtures("pictures")

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from matplotlib import colormaps
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from fedsim.comparison import ComparisonSettings
@@ -23,11 +21,12 @@ from fedsim.comparison.on_paper import (
 from fedsim.comparison.rows import numeric_axes
 from fedsim.comparison.tables import summary_text
 from fedsim.core.confidence import on_common_grid
-from fedsim.core.plotting import contrast, encode, luminance, readable_on
+from fedsim.core.plotting import encode
 from fedsim.data import plot_partition
 from fedsim.records.figures import draw_curve, draw_workers
 from fedsim.records.worker_results import WorkerResults, workers_csv
 from tests.comparison.made_up import compared, comparison_of, in_last_round, on_the_clock
+from tests.wcag import READABLE, contrast
 
 RULES, ATTACKS = ["mean", "median", "krum"], ["none", "alie"]
 
@@ -237,9 +236,19 @@ def test_the_legend_names_only_values_that_have_a_line():
 
 
 def test_texts_of_heat_maps_are_readable():
-    def luminances(color):
-        return luminance(to_rgb(color))
-
-    for place in np.linspace(0, 1, 101):
-        background = colormaps["cividis"](place)
-        assert contrast(luminances(readable_on(background[:3])), luminances(background)) >= 4.5
+    """Each text of a heat map is compared with the colour of its cell, from the lowest to the highest value."""
+    scales = [step / 39 for step in range(40)]
+    comparison = compared(
+        {"aggregate.rule": ["mean", "median"], "attack.scale": scales, "seed": [0, 1]},
+        lambda point: None if point["attack.scale"] == 1 else [point["attack.scale"]],
+    )
+    figure, texts = draw_heatmap(comparison), 0
+    for panel in (axes for axes in figure.axes if axes.images):
+        (image,) = panel.images
+        for text in panel.texts:
+            column, row = (round(place) for place in text.get_position())
+            value = image.get_array()[row, column]
+            cell = panel.get_facecolor() if np.ma.is_masked(value) else image.to_rgba(value)
+            assert contrast(text.get_color(), cell[:3]) >= READABLE
+            texts += bool(text.get_text())
+    assert texts >= 80

@@ -52,6 +52,23 @@ def test_a_latex_table_has_one_cell_per_column_escapes_names_and_marks_the_best_
     assert text.count(r"\midrule") == 2
 
 
+def test_names_with_special_characters_leave_latex_and_markdown_intact(comparison):
+    name = r"a_1 {b} \c $d$ #e ~f ^g <h> |i| *j* `k` [l](m) _n_ 10 % & -3"
+    latex = comparison.renamed({"trimmed_mean": name}).to_latex()
+    (cell, *_) = {line.split(" & ")[0] for line in latex.splitlines() if "textbackslash" in line}
+    escaped = r"a\_1 \{b\} \textbackslash{}c \$d\$ \#e \textasciitilde{}f \textasciicircum{}g $<$h$>$ "
+    assert cell.strip().startswith(escaped + r"\textbar{}i\textbar{} *j*")
+    rows = "".join(line for line in latex.splitlines() if not line.startswith("%"))
+    plain = re.sub(r"\\[&%$#_{}\\]", "", rows)
+    assert plain.count("{") == plain.count("}")
+    assert plain.count("$") % 2 == 0
+    assert not re.search(r"[%#_~^|]", plain)
+    (line, *_) = [
+        line for line in comparison.renamed({"trimmed_mean": name}).to_markdown().splitlines() if "a_1" in line
+    ]
+    assert r"\<h\> \|i\| \*j\* \`k\` \[l\](m) \_n\_ 10 % & -3" in line
+
+
 def test_a_markdown_table_has_the_same_cells(comparison):
     lines = comparison.to_markdown().splitlines()
     assert lines[0].startswith("| aggregate.rule | attack.scale | test accuracy | difference to mean |")

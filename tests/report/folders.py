@@ -105,6 +105,18 @@ def on_the_clock(seconds: float, updates: int = 2, staleness: dict[str, int] | N
     return keys
 
 
+def race_of(runs: int, updates: int, lost: float):
+    """Return a function for `add_to_rounds` that adds the keys of a race of `runs` repetitions, 0.01 apart."""
+
+    def keys(record: dict[str, Any]) -> dict[str, Any]:
+        accuracies = [record["test_accuracy"] + 0.01 * side for side in ((-1, 1) if runs == 2 else (0,))]
+        race = {"runs": runs, "test_accuracies": accuracies, "updates": updates, "updates_lost": lost}
+        work = {"updates": updates * record["round"] // runs, "arrivals": updates * record["round"] // runs}
+        return {"race": {**race, "lost_fraction": lost / updates}, "asynchronous": work}
+
+    return keys
+
+
 def add_to_rounds(folder: Path, keys) -> None:
     """Add `keys(record)` to every line of metrics.jsonl."""
     path = folder / "metrics.jsonl"

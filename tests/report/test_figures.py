@@ -10,7 +10,6 @@ from matplotlib.colors import to_rgb
 
 from fedsim.comparison.results import read_records
 from fedsim.core.confidence import estimate
-from fedsim.core.plotting import contrast, luminance
 from fedsim.records.formatting import MISSING
 from fedsim.records.reader import StoredPartition
 from fedsim.records.worker_results import WorkerResults, workers_csv
@@ -18,6 +17,7 @@ from fedsim.report.comparison_page import comparison_page
 from fedsim.report.on_page import PALETTE, TEMPLATES, partition_heat_map, run_curves, weights_heat_map
 from fedsim.report.run_page import rounds_table, run_page
 from tests.report.folders import add_to_rounds, invent_run, on_the_clock, timed_comparison, write_points
+from tests.wcag import READABLE, contrast
 
 SCALES = "virtual_seconds", "updates"
 
@@ -299,6 +299,6 @@ def test_text_is_readable_on_every_colour_of_a_heat_map(theme):
     layout = TEMPLATES[theme]["layout"]
     places, colors = zip(*layout["coloraxis"]["colorscale"], strict=True)
     channels = np.array([to_rgb(color) for color in colors]).T
-    text = luminance(to_rgb(TEMPLATES[theme]["data"]["heatmap"][0]["textfont"]["color"]))
+    text = TEMPLATES[theme]["data"]["heatmap"][0]["textfont"]["color"]
     for place in np.linspace(0, 1, 101):
-        assert contrast(text, luminance([np.interp(place, places, channel) for channel in channels])) >= 4.5
+        assert contrast(text, tuple(np.interp(place, places, channel) for channel in channels)) >= READABLE

@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from fedsim.cli.main import app
 from fedsim.errors import MissingPackageError
+from fedsim.records.worker_results import WorkerResults, workers_csv
 from fedsim.report import write_report
 from fedsim.report.page import to_script_json
-from tests.report.folders import add_to_rounds, invent_run, write_points
+from tests.report.folders import add_to_rounds, invent_run, race_of, write_points
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;\"'`${alert(3)}<!--"
 
@@ -184,3 +185,39 @@ def test_the_page_of_a_run_says_that_attackers_are_drawn_in_each_round_and_that_
     page = write_report(folder).read_text()
     assert "The Byzantine workers change from round to round" in page
     assert "Stopped after round 2 of 3: diverged in round 2: an update holds NaN" in page
+
+
+def test_the_page_of_a_race_says_what_is_a_mean_and_what_a_sum_over_its_repetitions(tmp_path):
+    folder = invent_run(tmp_path / "run", [0.5, 0.6], mode="race", policy="hogwild")
+    add_to_rounds(folder, race_of(2, updates=40, lost=10.0))
+    text = " ".join(page_of(folder).texts)
+    assert "A race is not repeatable: numbers are means over 2 repetitions, and the model is that of the first" in text
+    assert "(0.5900, 0.6100), 2 repetitions" in text
+    assert "per round, all repetitions" in text
+    assert "the numbers of lost updates are estimates, summed over 2 repetitions" in text
+    assert "25 %" in text
+    assert "rule" not in text
+
+
+def test_the_page_of_a_comparison_of_races_has_the_lost_updates(tmp_path):
+    def make(path, point):
+        invent_run(path, [0.5, 0.6], mode="race", policy=point["policy"])
+        add_to_rounds(path, race_of(1, updates=40, lost=10.0 * (point["policy"] == "hogwild")))
+
+    folder = write_points(tmp_path / "races", {"policy": ["hogwild", "locked"], "seed": [0, 1]}, make)
+    text = " ".join(page_of(folder).texts)
+    assert text.count("A race is not repeatable: another run with the same seed has different results.") == 1
+    assert re.search(r"updates lost.*25 %.*0 %", text, re.DOTALL)
+    assert "Weight of each worker" not in text
+
+
+def test_the_page_of_a_regression_does_not_speak_of_accuracy(tmp_path):
+    folder = invent_run(tmp_path / "run", [0.5, 0.7], task="regression")
+    add_to_rounds(folder, lambda record: {"test_accuracy": None, "metrics": {"r2": 0.5}})
+    (folder / "partition.json").write_text(json.dumps({"counts": [[4], [8]]}))
+    results = WorkerResults.of(2, {0: 4, 1: 8}, {0: {"global": (0.9, None)}, 1: {"global": (0.3, None)}})
+    (folder / "workers-00002.csv").write_text(workers_csv(results))
+    text = " ".join(page_of(folder).texts)
+    assert "accuracy" not in text.lower()
+    assert {"final loss", "best loss", "worker loss"} <= set(re.findall(r"(?:final|best|worker) loss", text))
+    assert "The loss of each model on the test samples of single workers" in text
