@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -25,6 +26,9 @@ from tests.commands import latest
 from tests.components import TINY_TEST, TINY_TRAIN
 from tests.engines.zoo import experiment
 from tests.leftovers import left_behind, segments
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+BROWSER_OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT, the tests must not
 # With PYTHONDONTWRITEBYTECODE, each of the hundreds of test processes would compile every module again.
@@ -83,6 +87,18 @@ def session():
 def pictures(monkeypatch):
     """Let runs and comparisons draw their pictures, which are empty files in other tests of this process."""
     monkeypatch.setattr(painter, "encode", encode)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip(f"no browser found: {', '.join(BROWSERS)}")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=BROWSER_OPTIONS)
+        yield browser
+        browser.close()
 
 
 @pytest.fixture

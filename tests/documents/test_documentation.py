@@ -266,6 +266,27 @@ def test_the_site_is_built_without_warnings(site):
     assert not (site / "hooks").exists()
 
 
+OVERFLOWING = """(selector) => [...document.querySelectorAll(selector)]
+    .filter((box) => box.clientWidth && box.scrollWidth > box.clientWidth + 1)
+    .map((box) => box.textContent.slice(0, 80))"""
+NARROW, WIDE = 375, 1300  # pixels of a phone and of a laptop
+
+
+@pytest.mark.slow
+def test_pages_fit_narrow_screens_and_outputs_fit_wide_screens(site, browser):
+    """On narrow screens, wide tables of other pages than the reference are scrolled, and so is code."""
+    for width, boxes in ((NARROW, ".listed .md-typeset__scrollwrap, .listed"), (WIDE, ".language-text code")):
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        page.set_default_timeout(120_000)  # for slow machines
+        for path in sorted(site.rglob("*.html")):
+            page.goto(path.as_uri())
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, path
+            assert page.evaluate(OVERFLOWING, boxes) == [], path
+            if width == NARROW and path.parent.name == "reference":
+                tables = "[...document.querySelectorAll('.md-content table')]"
+                assert page.evaluate(f"{tables}.every((table) => getComputedStyle(table).display === 'block')"), path
+
+
 @pytest.mark.slow
 def test_the_site_fetches_nothing(site):
     pages = [*site.rglob("*.html"), *site.rglob("*.css")]

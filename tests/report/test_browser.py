@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 
@@ -11,21 +10,6 @@ from fedsim.comparison.results import read_records
 from fedsim.report import write_report
 from tests.report.folders import add_to_rounds, invent_run, on_the_clock, write_points
 from tests.report.test_page import evil_comparison, evil_run
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api")
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
-        pytest.skip(f"no browser found: {', '.join(BROWSERS)}")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=OPTIONS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
