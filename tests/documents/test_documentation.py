@@ -27,7 +27,7 @@ FETCHED = re.compile(
 
 sys.path.append(str(DOCS / "hooks"))  # as mkdocs does
 blocks = importlib.import_module("blocks")
-word_counts = importlib.import_module("words").counts
+word_counts = importlib.import_module("count_words").counts
 PAGES = blocks.pages()
 MOST_WORDS, MOST_HOW_TO_PAGES = 22_000, 35
 MOST_GALLERY_WORDS = 250  # of a page, which also has at most one table
@@ -73,7 +73,7 @@ def test_the_blocks_of_the_page_print_the_outputs_below_them(page, tmp_path):
 def test_pages_are_few_and_short_and_pictures_small():
     texts = {path.relative_to(DOCS).as_posix(): path.read_text() for path in DOCS.rglob("*.md")}
     assert [page for page, text in texts.items() if text.startswith("---")] == [], "a code host shows front matter"
-    assert sum(word_counts().values()) <= MOST_WORDS, "python docs/hooks/words.py"
+    assert sum(word_counts().values()) <= MOST_WORDS, "python docs/hooks/count_words.py"
     assert len([page for page in texts if page.startswith("how-to/")]) <= MOST_HOW_TO_PAGES
     pictures = list(DOCS.rglob("*.png"))
     assert [path.name for path in pictures if path.stat().st_size > MOST_BYTES] == []

@@ -1,4 +1,4 @@
-"""Count the words of the pages without code and outputs: python docs/hooks/words.py
+"""Count the words of the pages without code and outputs: python docs/hooks/count_words.py
 
 Outputs are those of blocks, and the tables of stored results in the gallery. Comments do not count.
 """
