@@ -299,7 +299,12 @@ def _signature(name: str, target: Any) -> str:
         return name
     if isinstance(target, type) and issubclass(target, BaseException):
         return name
+    if target is fedsim.Experiment:  # pydantic replaces it by that of all fields when the class is used
+        signature = inspect.signature(target.__init__.__get__(object()))
     parameters = [str(each).replace("'", "") for each in signature.parameters.values()]
+    kinds = [each.kind for each in signature.parameters.values()]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        parameters.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
     annotation = signature.return_annotation
     result = "" if annotation is signature.empty else f" -> {str(annotation).strip(chr(39))}"
     line = f"{name}({', '.join(parameters)}){result}"

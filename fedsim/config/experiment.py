@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 class Experiment(Settings):
     """All settings of a run, checked on construction. Every key has a default. Tables are passed as dicts.
 
+    `fedsim.components("keys")` lists the keys.
+
     Raises ExperimentError with one line per problem.
 
     >>> experiment = Experiment(workers=8, local={"lr": 0.1})

@@ -85,9 +85,15 @@ def test_mypy_accepts_right_settings_and_refuses_wrong_ones(tmp_path):
     assert all(errors[number].startswith(text) for number, text in expected.items()), out
 
 
-@pytest.mark.parametrize("function", [fedsim.run, fedsim.load_experiment, fedsim.compare, fedsim.Experiment])
+@pytest.mark.parametrize("function", [fedsim.run, fedsim.load_experiment, fedsim.compare, fedsim.Experiment.__init__])
 def test_help_shows_that_keywords_are_the_keys_of_an_experiment(function):
     *_, keywords = inspect.signature(function).parameters.values()
     assert (keywords.kind, keywords.annotation) == (keywords.VAR_KEYWORD, "Unpack[ExperimentKeys]")
     keys = re.search(r"class ExperimentKeys\(.*", typed_keys.text(), re.DOTALL)[0]
     assert re.findall(r"^    (\w+): ", keys, re.MULTILINE) == list(Experiment.model_fields)
+
+
+def test_notebooks_complete_the_keys_of_an_experiment():
+    """Jupyter reads signatures while a program runs. That of a pydantic class has all fields once the class is used."""
+    assert fedsim.Experiment().rounds == 10
+    assert list(inspect.signature(fedsim.Experiment).parameters) == list(Experiment.model_fields)
