@@ -89,10 +89,8 @@ def components(kind: str | None = None) -> AllKinds | ListedKind:
 
     >>> fedsim.components()["hooks"]
     ['allreduce', 'fp16', 'bf16', 'powersgd']
-    >>> fedsim.components("noises")["constant"]
-    constant (clock.noise.name)
-      Return noise factor 1 for every work item, so that durations have no noise.
-    <BLANKLINE>
+    >>> fedsim.components("noises")["constant"].summary
+    'Return noise factor 1 for every work item, so that durations have no noise.'
     >>> list(fedsim.components("rules")["multi_krum"].parameters)
     ['f', 'm']
     """
