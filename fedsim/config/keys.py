@@ -131,10 +131,7 @@ def _wrapped(text: str, width: int, indent: str) -> list[str]:
 def type_text(field: FieldInfo) -> str:
     """Describe the type of a pydantic field in words.
 
-    >>> from fedsim.core.numbers import PositiveInt
-    >>> class Model(BaseModel):
-    ...     count: PositiveInt | None = None
-    >>> type_text(Model.model_fields["count"])
+    >>> type_text(Experiment.model_fields["cohort"])
     'integer above 0, or unset'
     """
     return "name" if NAME_CHECK in field.metadata else _with_limits(_words(field.annotation), field.metadata)
