@@ -1,4 +1,4 @@
-"""Pretend that this system is Windows: `import tests.elsewhere`, or `python -m pytest -n 0 -p tests.elsewhere PATHS`.
+"""Pretend that this system is Windows: `import tests.elsewhere`, or `pytest -s -n 0 -p tests.elsewhere PATHS`.
 
 Modules and functions that Python lacks on Windows disappear after the packages that fedsim needs have been imported,
 because these were installed for this system.
