@@ -8,11 +8,13 @@ import difflib
 import functools
 import importlib
 import inspect
+import json
 import os
 import re
 import signal
 import sys
 import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -29,6 +31,7 @@ from tests.documents.test_readme import TEXT as README
 
 SCRIPTS = {name: ROOT / "experiments" / f"{name}.py" for name in ("classic", "classic_hogwild")}
 SOURCES = {name: path.read_text() for name, path in SCRIPTS.items()}
+NOTEBOOK = json.loads((DOCS / "tutorials" / "classic.ipynb").read_text())
 USED = {  # public names of fedsim that the classic program uses
     node.attr
     for node in ast.walk(ast.parse(SOURCES["classic"]))
@@ -90,6 +93,34 @@ def test_the_classic_program_prints_what_the_readme_shows(printed):
     (block,) = (block for block in blocks.blocks_of(README) if block.code == "python experiments/classic.py\n")
     assert blocks.difference(block.output, printed.read_text()) is None
     assert accuracies(printed)[-1] > 0.85
+
+
+def test_the_notebook_contains_the_classic_program_and_no_outputs():
+    codes = {cell["id"]: cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"}
+    assert "".join(codes["program"]["source"]) == f"%%writefile classic.py\n{SOURCES['classic'].rstrip()}"
+    assert "".join(next(iter(codes.values()))["source"]).splitlines()[-1].startswith("%pip install")
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in codes.values())
+
+
+@pytest.mark.skipif(
+    find_spec("nbclient") is None or find_spec("ipykernel") is None, reason="needs nbclient and ipykernel"
+)
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # raised by the kernel
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    import nbclient
+    import nbformat
+
+    monkeypatch.setenv("PATH", os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    book = nbformat.reads(json.dumps(NOTEBOOK), 4)
+    book.cells = [cell for cell in book.cells if cell.cell_type == "code" and cell.id != "install"]
+    nbclient.NotebookClient(book, timeout=600, resources={"metadata": {"path": tmp_path}}).execute(cleanup_kc=True)
+    _, run, simulate = book.cells
+    (block,) = (block for block in blocks.blocks_of(README) if block.code == "python experiments/classic.py\n")
+    printed = "".join(output.text for output in run.outputs).replace("\r", "")
+    assert blocks.difference(block.output, printed) is None
+    assert "<img" in simulate.outputs[-1].data["text/html"]
 
 
 def test_its_hogwild_sister_trains_one_shared_model(printed, capsys):
