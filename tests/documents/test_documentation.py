@@ -275,7 +275,10 @@ NARROW, WIDE = 375, 1300  # pixels of a phone and of a laptop
 @pytest.mark.slow
 def test_pages_fit_narrow_screens_and_outputs_fit_wide_screens(site, browser):
     """On narrow screens, wide tables of other pages than the reference are scrolled, and so is code."""
-    for width, boxes in ((NARROW, ".listed .md-typeset__scrollwrap, .listed"), (WIDE, ".language-text code")):
+    for width, boxes in (
+        (NARROW, ".listed .md-typeset__scrollwrap, .listed .md-typeset__table"),
+        (WIDE, ".language-text code"),
+    ):
         page = browser.new_page(viewport={"width": width, "height": 900})
         page.set_default_timeout(120_000)  # for slow machines
         for path in sorted(site.rglob("*.html")):
