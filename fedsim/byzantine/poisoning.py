@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import getitem
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fedsim.byzantine.base import attack_strategy
+from fedsim.core.model_inputs import Inputs, on_each, on_image
 from fedsim.core.numbers import NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
 from fedsim.core.randomness import Draws
 from fedsim.errors import ExperimentError
+
+PATCH = "attack: the patch of a backdoor"
 
 
 @attack_strategy("label_flipping")
@@ -33,15 +37,15 @@ class LabelFlipping:
         """Return the trained updates unchanged."""
         return own_updates
 
-    def poison(self, inputs: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    def poison(self, inputs: Inputs, targets: Tensor, classes: int) -> tuple[Inputs, Tensor]:
         """Return the unchanged inputs [batch, ...] and the flipped labels [batch]."""
         return inputs, classes - 1 - targets
 
-    def goal(self, inputs: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    def goal(self, inputs: Inputs, targets: Tensor, classes: int) -> tuple[Inputs, Tensor]:
         """Return the samples whose flipped label differs from their label, and their flipped labels."""
         flipped = classes - 1 - targets
         changed = flipped != targets
-        return inputs[changed], flipped[changed]
+        return on_each(getitem, inputs, changed), flipped[changed]
 
 
 @attack_strategy("backdoor")
@@ -87,29 +91,30 @@ class Backdoor:
         """Return each attacker's own update multiplied by gamma, [b, d]."""
         return own_updates * self.gamma
 
-    def poison(self, inputs: Tensor, targets: Tensor, classes: int, draws: Draws) -> tuple[Tensor, Tensor]:
+    def poison(self, inputs: Inputs, targets: Tensor, classes: int, draws: Draws) -> tuple[Inputs, Tensor]:
         """Return a batch in which a random fraction of the samples has the patch and the label `target`."""
         self._require_class(classes)
         fraction, whole = math.modf(self.poisoned * len(targets))
         count = whole + (draws.uniform() < fraction)
         chosen = draws.permutation(len(targets)) < count
-        triggered = self._triggered(inputs)
-        return torch.where(chosen.view(-1, *[1] * (inputs.ndim - 1)), triggered, inputs), torch.where(
-            chosen, self.target, targets
-        )
 
-    def goal(self, inputs: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+        def patched(images: Tensor) -> Tensor:
+            return torch.where(chosen.view(-1, *[1] * (images.ndim - 1)), self._triggered(images), images)
+
+        return on_image(patched, inputs, PATCH), torch.where(chosen, self.target, targets)
+
+    def goal(self, inputs: Inputs, targets: Tensor, classes: int) -> tuple[Inputs, Tensor]:
         """Return all samples whose label is not `target`, with the patch added, and `target` as the label of each."""
         self._require_class(classes)
         changed = targets != self.target
-        return self._triggered(inputs[changed]), torch.full_like(targets[changed], self.target)
+        of_others = on_each(getitem, inputs, changed)
+        return on_image(self._triggered, of_others, PATCH), torch.full_like(targets[changed], self.target)
 
     def _triggered(self, inputs: Tensor) -> Tensor:
         """Return a copy of the images with the patch."""
         if inputs.ndim < 3:
             raise ExperimentError(
-                "attack: the patch of a backdoor needs images [channels, height, width], not samples of shape "
-                f"{tuple(inputs.shape[1:])}"
+                f"{PATCH} needs images [channels, height, width], not samples of shape {tuple(inputs.shape[1:])}"
             )
         height, width = inputs.shape[-2:]
         if self.size > min(height, width):

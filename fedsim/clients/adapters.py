@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fedsim.clients.algorithm import ClientAlgorithm, exchanges
 from fedsim.clients.base import State, Stepper
 from fedsim.clients.capabilities import UpdateCorrection
+from fedsim.core.model_inputs import Inputs
 from fedsim.core.registry import Registration
 from fedsim.errors import ExperimentError, show
 
@@ -129,7 +130,7 @@ class TrainFunction(ClientAlgorithm):
             )
         self.gradients_per_step = gradients  # type: ignore[assignment, misc]
 
-    def __call__(self, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], worker: int) -> float:
+    def __call__(self, model: nn.Module, batches: Iterable[tuple[Inputs, Tensor]], worker: int) -> float:
         """Train the model in place.
 
         Args:

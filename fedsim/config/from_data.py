@@ -87,10 +87,10 @@ def mismatches(model: schema.Model, data: schema.Data, shape: SampleShape, task:
 
 def _unsuitable(model: schema.Model, data: schema.Data, shape: SampleShape, name: str) -> str:
     """Return the error line for a model with a parameter `name` for which the data has no value."""
-    return (
-        f"{model.setting}: needs {DIMENSIONS[name]}, but each sample of {_called(data)} has {shape}; use another "
-        f"model, such as model={shape.model}"
+    other = (
+        "your own class, whose `forward` takes them" if shape.several else f"another model, such as model={shape.model}"
     )
+    return f"{model.setting}: needs {DIMENSIONS[name]}, but each sample of {_called(data)} has {shape}; use {other}"
 
 
 def _called(data: schema.Data) -> str:

@@ -33,6 +33,7 @@ from fedsim.hints.components import NOTE
 
 Value = TypeVar("Value")
 
+ARRAYS = Tensor, np.ndarray
 AT_START = ("__init__", "__post_init__", "__new__", "__setstate__")  # methods that run before the first call
 DATA = "data", "data.name", "name"  # keys whose value may consist of data sets
 LONGEST_NOTE = 60  # maximum number of characters
@@ -266,19 +267,31 @@ def is_samples(value: Any) -> bool:
 
 def _are_data_sets(pairs: list[Any]) -> bool:
     """Whether pairs of arrays are data sets (inputs [n, ...], targets [n, ...]), and not samples (input, target)."""
-    shapes = [tuple(tuple(np.shape(part)) for part in pair) if is_pair(pair) else ((), ()) for pair in pairs]
+    shapes = [tuple(tuple(_first(part).shape) for part in pair) if is_pair(pair) else ((), ()) for pair in pairs]
     if not all(len(first) > 1 and second and first[0] == second[0] for first, second in shapes):
         return False
     return len(shapes[0][1]) == 1 or len(set(shapes)) > 1
 
 
 def is_pair(value: Any) -> bool:
-    """Whether a value is a tuple (inputs, targets) of arrays, or a list of such tuples."""
+    """Whether a value is a tuple (inputs, targets) of arrays. The inputs may be a dict or a tuple of several arrays."""
     return (
         isinstance(value, (tuple, list))
         and len(value) == 2
-        and all(isinstance(item, (Tensor, np.ndarray)) for item in value)
+        and isinstance(value[1], ARRAYS)
+        and (isinstance(value[0], ARRAYS) or are_several(value[0]))
     )
+
+
+def are_several(value: Any) -> bool:
+    """Whether a value is a dict or a tuple of several input arrays."""
+    arrays = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, tuple) else ()
+    return len(arrays) > 0 and all(isinstance(array, ARRAYS) for array in arrays)
+
+
+def _first(inputs: Any) -> Any:
+    """Return the first of several input arrays, or the only one."""
+    return next(iter(inputs.values() if isinstance(inputs, Mapping) else inputs)) if are_several(inputs) else inputs
 
 
 def _leaves(value: Any, marks: list[Any]) -> Iterator[Any]:

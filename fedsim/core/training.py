@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from fedsim.core.learning_task import CLASSIFICATION, Correct, Counts, LearningTask, Reduction, counts_of, joint_of
+from fedsim.core.model_inputs import Inputs, outputs_of
 from fedsim.errors import ExperimentError, show
 from fedsim.system.devices import wide_dtype
 from fedsim.system.precision import FULL, Precision
 
-Batches = Iterable[tuple[Tensor, Tensor]]
+Batches = Iterable[tuple[Inputs, Tensor]]
 Loss = Callable[[Tensor, Tensor], Tensor]
-Backward = Callable[[nn.Module, Tensor, Tensor, Loss], Tensor]
+Backward = Callable[[nn.Module, Inputs, Tensor, Loss], Tensor]
 
 DEFAULT_LOSS: Loss = CLASSIFICATION.loss
 
@@ -82,9 +83,9 @@ class Objective:
     task: LearningTask = CLASSIFICATION
     class_weights: Tensor | None = None
 
-    def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        with self.precision.forward(inputs.device):
-            outputs = model(inputs)
+    def __call__(self, model: nn.Module, inputs: Inputs, targets: Tensor) -> Tensor:
+        with self.precision.forward(targets.device):
+            outputs = outputs_of(model, inputs)
         return self.loss(outputs, targets)
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
@@ -114,9 +115,9 @@ class Objective:
         return (losses * answers).sum(1) / answers.sum(1).clamp(min=torch.finfo(weights.dtype).tiny)
 
 
-def backward(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss = DEFAULT_LOSS) -> Tensor:
+def backward(model: nn.Module, inputs: Inputs, targets: Tensor, loss: Loss = DEFAULT_LOSS) -> Tensor:
     """Add the gradient of the loss on one batch to the parameters' `.grad`, and return the detached loss."""
-    value = loss(model(inputs), targets)
+    value = loss(outputs_of(model, inputs), targets)
     value.backward()
     return value.detach()
 
@@ -136,7 +137,8 @@ def train_epoch(
     """Train on each batch once, in order.
 
     Args:
-        model: any module that maps inputs [batch, ...] to logits or log-probabilities [batch, classes].
+        model: any module that maps inputs [batch, ...] to logits or log-probabilities [batch, classes]. Several inputs
+            are passed by keyword (a dict) or by position (a tuple).
         batches: (inputs, targets) pairs on the model's device: a DataLoader, or `CustomSubset.batches(...)`.
         optimizer: any `torch.optim.Optimizer` over the model's parameters.
         loss: mean loss as a function of (outputs, targets). The default is for logits or log-probabilities.
@@ -188,7 +190,7 @@ def test(
     model.eval()
     loss_sum, hits, samples = MetricSums.zero(_device_of(model))
     for inputs, targets in batches:
-        outputs = model(inputs)
+        outputs = outputs_of(model, inputs)
         value = loss(outputs, targets)
         answers: int | Tensor
         if counts is None:
@@ -208,7 +210,7 @@ test.__test__ = False  # type: ignore[attr-defined]  # so that pytest does not c
 
 @torch.no_grad()
 def check_outputs(
-    model: nn.Module, inputs: Tensor, targets: Tensor, task: LearningTask = CLASSIFICATION, *, classes: int = 0
+    model: nn.Module, inputs: Inputs, targets: Tensor, task: LearningTask = CLASSIFICATION, *, classes: int = 0
 ) -> Tensor:
     """Compute a model's outputs for one batch, check that the task can use them, and return them.
 
@@ -222,7 +224,7 @@ def check_outputs(
     """
     was_training = model.training
     model.eval()
-    outputs = model(inputs)
+    outputs = outputs_of(model, inputs)
     model.train(was_training)
     task.check_outputs(outputs, targets, classes)
     return outputs

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fedsim.core.learning_task import described
-from fedsim.core.objects import is_pair, is_samples
+from fedsim.core.model_inputs import concatenated, leaves, named
+from fedsim.core.objects import ARRAYS, are_several, is_pair, is_samples
 from fedsim.data.columns import PART_NAMES, DataColumn, parts_of, warn_of_unscaled, warn_of_unused
 from fedsim.data.drawn_tests import split_test
 from fedsim.data.encoding import NOBODY, WORKER, table_of, target_numbers, train_and_test
@@ -145,9 +146,10 @@ def _parts(data: Any, *, of_worker: bool) -> Parts:
         parts = tuple(None if name is None else data[name] for name in (train, test))
         parts = parts if test is not None else parts[:1]
         warn_of_unused(list(data), (train, test), TRAIN)
-    elif isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], (Tensor, np.ndarray)):
+    elif isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], ARRAYS) and not is_pair(data):
         parts = data
-        shapes = [[array.shape[1:] for array in part] for part in data if isinstance(part, list) and is_pair(part)]
+        lists = [part for part in data if isinstance(part, list) and is_pair(part) and not are_several(part[0])]
+        shapes = [[array.shape[1:] for array in part] for part in lists]
         if len(shapes) == 2 and shapes[0][0] == shapes[0][1] != shapes[1][0]:
             raise DataError(
                 "there is a list of inputs and a list of targets; for one data set per worker, pass "
@@ -208,9 +210,12 @@ def _read(data: Any, place: str) -> TensorData:
         tensors = as_tensor_data(data)
     except DataError as error:
         raise DataError(f"{place}: {error}") from None
-    if tensors.inputs.is_floating_point() and not (finite := tensors.inputs.float().isfinite()).all():
-        sample = int((~finite).nonzero()[0, 0])
-        raise DataError(f"{place}: sample {sample} has NaN or infinity as input; replace it, or remove such samples")
+    for tensor in leaves(tensors.inputs):
+        if tensor.is_floating_point() and not (finite := tensor.float().isfinite()).all():
+            sample = int((~finite).nonzero()[0, 0])
+            raise DataError(
+                f"{place}: sample {sample} has NaN or infinity as input; replace it, or remove such samples"
+            )
     return tensors
 
 
@@ -226,14 +231,21 @@ def _joined(parts: Sequence[Part], shares: bool) -> TensorData:
     for place, one in data.items():
         if _kind(one) != _kind(first) or one.rows is not None:
             raise DataError(
-                f"{place}: its inputs, {described(one.inputs)}, differ from those of {parts[0].place}, "
-                f"{described(first.inputs)}; all data sets must have the same type, shape and normalisation, and no "
+                f"{place}: its inputs, {_described(one)}, differ from those of {parts[0].place}, "
+                f"{_described(first)}; all data sets must have the same type, shape and normalisation, and no "
                 "`rows`"
             )
-    inputs, targets = (torch.cat([getattr(one, name) for one in data.values()]) for name in ("inputs", "targets"))
+    inputs = concatenated([one.inputs for one in data.values()])
+    targets = torch.cat([one.targets for one in data.values()])
     owners = np.repeat([part.worker for part in parts], [len(one) for one in data.values()])
     return replace(first, inputs=inputs, targets=targets, ids={WORKER: owners} if (owners != NOBODY).any() else {})
 
 
 def _kind(data: TensorData) -> tuple[Any, ...]:
-    return data.inputs.dtype, data.inputs.shape[1:], data.targets.shape[1:], data.scale, data.shift, data.dtype
+    inputs = {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in named(data.inputs).items()}
+    return inputs, data.targets.shape[1:], data.scale, data.shift, data.dtype
+
+
+def _described(data: TensorData) -> str:
+    several = not isinstance(data.inputs, Tensor)
+    return ", ".join(f"{name} {described(t)}" if several else described(t) for name, t in named(data.inputs).items())

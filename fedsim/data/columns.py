@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from fedsim.core.model_inputs import leaves
 from fedsim.data.partitions.ids import NUMBER
 from fedsim.data.pictures import pixels_of
 from fedsim.data.tensors import TensorData, as_tensor_data
@@ -39,11 +40,12 @@ UNSCALED = 10  # root mean square from which a warning recommends to scale numbe
 DIVERGES = "for which SGD often diverges"
 
 
-def samples_of(inputs: np.ndarray, targets: np.ndarray, ids: Mapping[str, np.ndarray], place: str) -> TensorData:
+def samples_of(inputs: Any, targets: np.ndarray, ids: Mapping[str, np.ndarray], place: str) -> TensorData:
     """Return a data set of n samples.
 
     Args:
-        inputs, targets: arrays [n, ...].
+        inputs: array [n, ...], or several arrays as a dict or a tuple.
+        targets: array [n, ...].
         ids: who owns each sample (such as a user): a dict from column name to an array [n].
         place: name of the data set in error messages.
 
@@ -279,10 +281,10 @@ def warn(message: str) -> None:
 def warn_of_unscaled(data: TensorData, place: str, *kinds: str) -> None:
     """Warn if floating-point "inputs" or "targets" (`kinds`) are so large that SGD often diverges."""
     for kind in kinds if data.scale == 1 else ():
-        values = getattr(data, kind)
-        if values.is_floating_point() and values.norm(dtype=torch.float64) > UNSCALED * values.numel() ** 0.5:
-            extent = f"values from {values.min():,.6g} to {values.max():,.6g}"
-            warn(f"{place}: the {kind} have {extent}, {DIVERGES}; scale them to mean 0 and standard deviation 1")
+        for values in leaves(getattr(data, kind)):
+            if values.is_floating_point() and values.norm(dtype=torch.float64) > UNSCALED * values.numel() ** 0.5:
+                extent = f"values from {values.min():,.6g} to {values.max():,.6g}"
+                warn(f"{place}: the {kind} have {extent}, {DIVERGES}; scale them to mean 0 and standard deviation 1")
 
 
 def data_path(path: str) -> str:

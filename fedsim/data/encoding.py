@@ -33,6 +33,7 @@ from fedsim.errors import DataError, cut, plural, show
 from fedsim.hints.meanings import nearest
 
 Names = str | list[str]  # one column, or several
+InputNames = Names | dict[str, Names]  # columns that are joined to one input, or those of several inputs by name
 Rows = slice | np.ndarray  # positions of samples
 MOST_TEXTS = 100  # maximum number of different texts in a column that becomes one-hot inputs
 WORKER = "worker"  # column of owners if each worker has its own data set
@@ -75,7 +76,7 @@ def train_and_test(
     test: Sequence[DataTable],
     *,
     target: str | None = None,
-    inputs: Names | None = None,
+    inputs: InputNames | None = None,
     ids: Names | None = None,
     standardize: bool = False,
     split: str | None = None,
@@ -92,8 +93,8 @@ def train_and_test(
         train, test: the tables of both parts. Without a test part, the column `split` says which rows of `train` are
             test samples, or these are drawn at random.
         target: column of targets. None: the only column called label, labels, target, targets or y.
-        inputs: columns of inputs, which are concatenated. None: all other columns, except those that only number
-            the rows.
+        inputs: columns of inputs, which are concatenated, or a dict with the columns of several inputs, by name. None:
+            all other columns, except those that only number the rows.
         ids: columns that contain the owner of each sample, such as a user. None: the table's index. The test tables may
             lack these columns.
         standardize: whether to subtract the training samples' mean from each column of numbers, and to divide by their
@@ -119,7 +120,7 @@ def train_and_test(
         if of_workers and WORKER in table.columns:
             raise DataError(f"{table.place}: has a column {show(WORKER)}, but each table is a worker; rename it")
     if split is None and not test:
-        named = [name for name in train[0].columns if str(name).casefold() == "split" and name not in (inputs or ())]
+        named = [name for name in train[0].columns if str(name).casefold() == "split" and name not in names_in(inputs)]
         texts = [{str(value).casefold() for table in train for value in table.columns[name]} for name in named]
         split = next((name for name, values in zip(named, texts, strict=True) if values <= PART_NAMES), None)
         values = set().union(*texts)
@@ -139,17 +140,17 @@ def train_and_test(
         if arrays and len(inputs) > 1:
             raise DataError(
                 f"{place}: the columns {cut(', '.join(map(str, inputs)))} are not joined to one input, because "
-                f"{show(str(arrays[0]))} has several numbers per sample; set `inputs` to one of these columns, or to a "
-                "list of columns to join"
+                f"{show(str(arrays[0]))} has several numbers per sample; set `inputs` to one of these columns, to a "
+                "list of columns to join, or to a dict of several inputs by name"
             )
-    inputs = [inputs] if isinstance(inputs, str) else inputs
-    if target in inputs:
+    columns = names_in(inputs)
+    if target in columns:
         raise DataError(f"data.inputs = {show(inputs)}: contains the target {show(target)}; remove it")
     sizes = [len(table.column(target).values) for table in tables]
     if 0 in sizes:
         raise DataError(f"{tables[sizes.index(0)].place}: has no samples")
     for table in tables:
-        require_equal_classes(table, train[0], [target, *inputs, *owned_by])
+        require_equal_classes(table, train[0], [target, *columns, *owned_by])
     errors = list[str]()
     with collected(errors):
         targets, are_names = target_numbers(*([table.column(target) for table in part] for part in (train, test)))
@@ -171,10 +172,14 @@ def train_and_test(
         by = owners.get(WORKER)
         *parts, drawn_by, how = drawn_rows(targets, test_fraction, place, are_classes=are_names, workers=by, ids=owners)
         drawn = [how]
-    array, encoded = _joined(tables, inputs, parts, place, errors, standardize=standardize)
+    joint = {
+        key: _joined(tables, names_in(names), parts, place, errors, standardize=standardize)
+        for key, names in (inputs if isinstance(inputs, dict) else {"": columns}).items()
+    }
+    encoded = ", ".join(f"{key} = {text}" if key else text for key, (_, text) in joint.items())
     first, second = (
         samples_of(
-            array[rows],
+            joint[""][0][rows] if "" in joint else {key: array[rows] for key, (array, _) in joint.items()},
             targets[rows],
             {name: of[rows] for name, of in owners.items() if rows is parts[0] or len(of) == len(targets)},
             place,
@@ -187,6 +192,13 @@ def train_and_test(
     roles = f"target {cut(str(target))}{kind}, inputs {encoded}"
     assumed = roles, *train[0].assumed, *first.assumed, *drawn
     return replace(first, assumed=assumed, drawn_by=drawn_by), second
+
+
+def names_in(columns: InputNames | None) -> list[str]:
+    """Return the names of all columns in a setting such as `inputs`."""
+    if isinstance(columns, dict):
+        return [name for names in columns.values() for name in names_in(names)]
+    return [columns] if isinstance(columns, str) else list(columns or ())
 
 
 def _split_of(tables: Sequence[DataTable], split: str, place: str) -> list[Rows]:

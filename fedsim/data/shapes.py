@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import getitem
 
 from torch import Tensor
 
 from fedsim.core.learning_task import Binary, Classification, LearningTask, output_count
+from fedsim.core.model_inputs import on_each, shapes_of
 from fedsim.data.tensors import TensorData, compact
 from fedsim.errors import ExperimentError, plural
 
@@ -26,6 +28,7 @@ class SampleShape:
         tokens: the highest token of the inputs plus one; 0 if inputs are floating-point numbers.
         gaps: whether the labels are so high and so few that they are probably not consecutive classes.
         whole: the highest target plus one if the targets are floating-point numbers that may be labels, otherwise 0.
+        several: names of the inputs with their shapes if there are several, otherwise "". `inputs` is then empty.
     """
 
     inputs: tuple[int, ...]
@@ -34,18 +37,26 @@ class SampleShape:
     tokens: int = 0
     gaps: bool = False
     whole: int = 0
+    several: str = ""
 
     @classmethod
     def of(cls, train: TensorData) -> SampleShape:
         """Return the shape of training samples."""
-        tokens = 0 if train.dtype.is_floating_point else int(compact(train.inputs).cpu().numpy().max()) + 1
+        inputs, shape, several, tokens = train.inputs, tuple[int, ...](), "", 0
+        if isinstance(inputs, Tensor):
+            shape = tuple(inputs.shape[1:])
+            tokens = 0 if train.dtype.is_floating_point else int(compact(inputs).cpu().numpy().max()) + 1
+        else:
+            several = shapes_of(on_each(getitem, inputs, 0))
         classes = train.classes if train.targets.is_floating_point() else max(train.classes, 1)
         many = train.has_integers and classes > MOST_CLASSES
         gaps = many and classes > 2 * len(train.targets.unique())
         whole = whole_classes(train.targets)
-        return cls(tuple(train.inputs.shape[1:]), classes, tuple(train.targets.shape[1:]), tokens, gaps, whole)
+        return cls(shape, classes, tuple(train.targets.shape[1:]), tokens, gaps, whole, several)
 
     def __str__(self) -> str:
+        if self.several:
+            return f"several inputs ({self.several})"
         if self.tokens:
             return plural(self.inputs[0], "token") if len(self.inputs) == 1 else f"integers {list(self.inputs)}"
         if len(self.inputs) == 3:
@@ -58,7 +69,8 @@ class SampleShape:
         """Name of the learning task for the targets."""
         if not self.classes:
             return "regression"
-        return "next_token" if self.tokens and self.targets == self.inputs else "classification"
+        is_text = bool(self.targets) if self.several else self.tokens and self.targets == self.inputs
+        return "next_token" if is_text else "classification"
 
     @property
     def model(self) -> str:
@@ -84,6 +96,8 @@ class SampleShape:
                     "or floating-point inputs"
                 )
             return {**values, "vocabulary": self.tokens, "context": self.inputs[-1], "last_only": not self.targets}
+        if self.several:
+            return values
         values["inputs"] = math.prod(self.inputs)
         if len(self.inputs) == 3:
             values["channels"] = self.inputs[0]

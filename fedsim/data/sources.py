@@ -18,8 +18,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedsim.core.import_policy import IMPORT_PATH
+from fedsim.core.model_inputs import named
 from fedsim.core.objects import ObjectName, name_of, plain
 from fedsim.core.registry import Registration, Registry
 from fedsim.data.brought import ACCEPTED, source_of
@@ -257,8 +259,8 @@ def load_dataset(
     for part, data in (("training", train), ("test", test)):
         if not len(data):
             raise DataError(f"data.name = {show(name)}: the {part} set is empty; it needs at least one sample")
-        for kind in ("inputs", "targets"):
-            if 0 in (shape := getattr(data, kind).shape)[1:]:
+        for kind, tensor in data.tensors.items():
+            if 0 in (shape := tensor.shape)[1:]:
                 raise DataError(
                     f"data.name = {show(name)}: the {kind} of the {part} set have the shape {list(shape)}, so samples "
                     "have no values; every dimension must have at least one element"
@@ -267,14 +269,25 @@ def load_dataset(
             raise DataError(
                 f"data.name = {show(name)}: the {part} set has targets that are NaN or infinite; remove such samples"
             )
-    first, second = (f"{data.inputs.dtype} of shape {list(data.inputs.shape[1:])}" for data in (train, test))
-    images = [data.inputs.dtype == torch.uint8 for data in (train, test)]  # only these are divided by 255
-    if train.inputs.shape[1:] != test.inputs.shape[1:] or images[0] != images[1]:
-        raise DataError(
-            f"data.name = {show(name)}: each training input is {first}, but each test input is {second}; both must "
-            "have the same type and shape"
-        )
+    _require_equal_inputs(named(train.inputs), named(test.inputs), name)
     return train, test
+
+
+def _require_equal_inputs(train: Mapping[str, Tensor], test: Mapping[str, Tensor], name: str) -> None:
+    """Raise DataError unless the inputs of both parts have the same names and shapes, and the same ones are uint8."""
+    if train.keys() != test.keys():
+        first, second = (", ".join(part) for part in (train, test))
+        where = f"data.name = {show(name)}"
+        raise DataError(f"{where}: the training samples have {first}, but the test samples have {second}")
+    for key in train:
+        first, second = (f"{part[key].dtype} of shape {list(part[key].shape[1:])}" for part in (train, test))
+        images = [part[key].dtype == torch.uint8 for part in (train, test)]  # only these are divided by 255
+        if train[key].shape[1:] != test[key].shape[1:] or images[0] != images[1]:
+            kind = key.replace("inputs", "input", 1)
+            raise DataError(
+                f"data.name = {show(name)}: each training {kind} is {first}, but each test {kind} is {second}; both "
+                "must have the same type and shape"
+            )
 
 
 class _Loaded(NamedTuple):

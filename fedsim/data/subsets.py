@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
+from fedsim.core.model_inputs import Inputs, leaves, split_inputs
 from fedsim.core.randomness import Draws, numpy_generator, torch_generator
 from fedsim.data.augmentation import ImageTransform
 from fedsim.data.partitions import Transform, partition_shards, transforms_of_workers
@@ -72,7 +73,7 @@ class CustomSubset(Subset):
         inputs, targets = zip(*map(as_pair, samples, numbers), strict=True)
         return list(zip(self._transform(list(inputs)), targets, strict=True))
 
-    def gather(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, positions: Tensor) -> tuple[Any, Tensor]:
         """Return the inputs [batch, ...] and targets [batch, ...] of the samples at `positions` in the subset."""
         if isinstance(self.dataset, TensorData):
             inputs, targets = self.dataset.gather(self.indices[positions])
@@ -87,7 +88,7 @@ class CustomSubset(Subset):
         transformed = self._transform(inputs)
         return transformed if isinstance(transformed, Tensor) else torch.stack(list(transformed)), targets
 
-    def batches(self, batch_size: int, order: np.ndarray | Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, batch_size: int, order: np.ndarray | Tensor | None = None) -> Iterator[tuple[Inputs, Tensor]]:
         """Yield all samples once, in (inputs, targets) batches of `batch_size` samples. The last batch may be smaller.
 
         Args:
@@ -98,7 +99,7 @@ class CustomSubset(Subset):
         chunk = batch_size * self._batches_at_once(batch_size)
         for start in range(0, len(order), chunk):
             inputs, targets = self.gather(order[start : start + chunk])
-            yield from zip(inputs.split(batch_size), targets.split(batch_size), strict=True)
+            yield from zip(split_inputs(inputs, batch_size), targets.split(batch_size), strict=True)
 
     def _transform(self, inputs: Any) -> Any:
         transform = self.subset_transform
@@ -111,9 +112,10 @@ class CustomSubset(Subset):
         """Return how many batches of `batch_size` samples to read at once: several only from a TensorData."""
         if not isinstance(self.dataset, TensorData):
             return 1
-        sample = self.dataset.inputs[0]
-        most = CHUNK_BYTES_ON_CPU if sample.device.type == "cpu" else CHUNK_BYTES_ELSEWHERE
-        return max(1, most // (batch_size * sample.numel() * self.dataset.dtype.itemsize))
+        data = self.dataset
+        most = CHUNK_BYTES_ON_CPU if data.targets.device.type == "cpu" else CHUNK_BYTES_ELSEWHERE
+        numbers = sum(tensor[0].numel() for tensor in leaves(data.inputs))
+        return max(1, most // (batch_size * numbers * data.dtype.itemsize))
 
 
 class WorkerTransform:

@@ -1,4 +1,4 @@
-"""Data sets that consist of an input tensor and a target tensor, and the conversion of other data sets to them."""
+"""Data sets that consist of input tensors and a target tensor, and the conversion of other data sets to them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import getitem
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fedsim.core.learning_task import described
+from fedsim.core.model_inputs import Inputs, leaves, named, on_each
+from fedsim.core.objects import are_several, is_pair
 from fedsim.data.partitions.ids import id_columns
 from fedsim.data.pictures import raw_pixels_of
 from fedsim.errors import DataError, FedsimWarning, plural
@@ -54,13 +57,16 @@ def reading() -> ReadSettings:
 
 @dataclass(frozen=True)
 class TensorData(Dataset):
-    """Map-style data set that consists of an input tensor and a target tensor. Reading normalises the inputs.
+    """Map-style data set that consists of input tensors and a target tensor. Reading normalises the inputs.
 
     Attributes:
-        inputs: raw inputs in their original dtype (images as uint8), [n, ...] or [n, channels, height, width].
+        inputs: raw inputs in their original dtype (images as uint8), [n, ...] or [n, channels, height, width]. If a
+            model has several inputs, a dict of tensors that `forward` takes by keyword, such as
+            {"input_ids": ..., "attention_mask": ...}, or a tuple of tensors that it takes by position.
         targets: class labels, int64 [n], or numbers [n, ...], such as tokens (int64) or measured values (floating).
         scale, shift: a sample's input is `inputs[i] * scale + shift`. Scalars, or one value per channel.
-        dtype: dtype of the normalised inputs.
+        dtype: dtype of the normalised inputs. If there are several, `scale` and `shift` only apply to uint8 inputs,
+            `dtype` applies to these and to floating-point inputs, and all others are unchanged.
         ids: owner of each sample, for the partition `natural`, such as {"writer": array or list [n]}. There may be
             several columns of owners. Empty: the owners are unknown.
         rows: position of each sample in `inputs` and `targets`, int64 [n], for samples that overlap, such as windows of
@@ -77,7 +83,7 @@ class TensorData(Dataset):
     (tensor([[1.]]), tensor([1]))
     """
 
-    inputs: Tensor
+    inputs: Inputs
     targets: Tensor
     scale: float | tuple[float, ...] = 1.0
     shift: float | tuple[float, ...] = 0.0
@@ -90,9 +96,12 @@ class TensorData(Dataset):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", id_columns(self.ids))
-        if len(self.inputs) != len(self.targets):
+        if isinstance(self.inputs, (Mapping, list)):
+            inputs = dict(self.inputs) if isinstance(self.inputs, Mapping) else tuple(self.inputs)
+            object.__setattr__(self, "inputs", inputs)
+        if wrong := [len(tensor) for tensor in leaves(self.inputs) if len(tensor) != len(self.targets)]:
             raise ValueError(
-                f"there are {len(self.inputs)} inputs, but {len(self.targets)} targets; each input needs one target"
+                f"there are {wrong[0]} inputs, but {len(self.targets)} targets; each input needs one target"
             )
         known = self.targets.dtype == torch.long or self.targets.is_floating_point() or self.rows is not None
         if not known or not self.targets.ndim:
@@ -143,47 +152,56 @@ class TensorData(Dataset):
         """The targets of all samples, [n, ...]. If `rows` is set, they are copied and converted to int64."""
         return self.targets if self.rows is None else self.targets.index_select(0, self.rows).long()
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+    def __getitem__(self, index: int) -> tuple[Inputs, Any]:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Any]]:
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Inputs, Any]]:
         """Return a list of (input, target) samples at `indices`. Class labels are ints. A DataLoader calls this."""
         inputs, targets = self.gather(torch.as_tensor(indices))
+        if not isinstance(inputs, Tensor):
+            inputs = [on_each(getitem, inputs, index) for index in range(len(targets))]
         return list(zip(inputs, targets.tolist() if self.has_integers else targets, strict=True))
 
-    def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, indices: Tensor) -> tuple[Any, Tensor]:
         """Return the normalised inputs [batch, ...] and the targets [batch, ...] at `indices`, on the data's device.
 
         On a CPU, images are returned in channels_last memory format, which makes convolutions up to twice as fast.
         """
-        indices = indices.to(self.inputs.device)
+        indices = indices.to(self.targets.device)
         if self.rows is not None:
             indices = self.rows.index_select(0, indices)
-        raw = self.inputs.index_select(0, indices)  # many times faster than self.inputs[indices] on a CPU
         targets = self.targets.index_select(0, indices)
-        return self._normalised(raw), targets if targets.is_floating_point() else targets.long()
+        return on_each(self._gathered, self.inputs, indices), targets if targets.is_floating_point() else targets.long()
 
-    def _normalised(self, raw: Tensor) -> Tensor:
-        """Return the raw inputs `raw`, converted to `dtype` and normalised. On a GPU this takes one kernel."""
-        plain = self.scale == 1.0 and not self.shift
-        scale, shift = self._scale_and_shift
+    def _gathered(self, tensor: Tensor, indices: Tensor) -> Tensor:
+        """Return the inputs at `indices` in a raw tensor, normalised. On a GPU, normalising takes one kernel."""
+        raw = tensor.index_select(0, indices)  # many times faster than tensor[indices] on a CPU
+        scaled = self._is_scaled(raw)
+        plain = (self.scale == 1.0 and not self.shift) or not scaled
+        dtype = self.dtype if scaled or raw.is_floating_point() else raw.dtype
         if raw.device.type == "cpu":
-            inputs = torch.empty(raw.shape, dtype=self.dtype, device="cpu", memory_format=_order_of(raw)).copy_(raw)
-            return inputs if plain else inputs.mul_(scale).add_(shift)
+            inputs = torch.empty(raw.shape, dtype=dtype, device="cpu", memory_format=_order_of(raw)).copy_(raw)
+            return inputs if plain else inputs.mul_(self._scale_and_shift[0]).add_(self._scale_and_shift[1])
         if plain:
-            return raw.to(self.dtype)
+            return raw.to(dtype)
+        scale, shift = self._scale_and_shift
         if raw.device.type != "cuda":  # some devices do not support mixed dtypes in one operation
-            raw = raw.to(self.dtype)
-        return torch.addcmul(shift, raw, scale, out=torch.empty_like(raw, dtype=self.dtype))
+            raw = raw.to(dtype)
+        return torch.addcmul(shift, raw, scale, out=torch.empty_like(raw, dtype=dtype))
 
     @cached_property
     def _scale_and_shift(self) -> list[Tensor]:
         """`scale` and `shift` as tensors on the data's device, cached so that they are copied there only once."""
         tensors = [
-            torch.tensor(values, dtype=self.dtype, device=self.inputs.device) for values in (self.scale, self.shift)
+            torch.tensor(values, dtype=self.dtype, device=self.targets.device) for values in (self.scale, self.shift)
         ]
+        ndim = next((tensor.ndim for tensor in leaves(self.inputs) if self._is_scaled(tensor)), 4)
         # At least one dimension, since zero-dimensional tensors do not take part in type promotion.
-        return [values.view(-1, *[1] * (self.inputs.ndim - 2)) for values in tensors]
+        return [values.view(-1, *[1] * (ndim - 2)) for values in tensors]
+
+    def _is_scaled(self, tensor: Tensor) -> bool:
+        """Whether `scale` and `shift` apply to an input: the only one, or one with integers from 0 to 255."""
+        return isinstance(self.inputs, Tensor) or tensor.dtype == torch.uint8
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without cached tensors, for which another process would need shared memory."""
@@ -193,7 +211,7 @@ class TensorData(Dataset):
     def normalisation(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of the pixels. For uint8 images, (sample * deviation + mean) is in [0, 1]."""
         scale, shift = self._scale_and_shift
-        deviation = 1 / (scale * (255 if self.inputs.dtype == torch.uint8 else 1))
+        deviation = 1 / (scale * (255 if any(tensor.dtype == torch.uint8 for tensor in leaves(self.inputs)) else 1))
         return -shift * deviation, deviation
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TensorData:
@@ -201,21 +219,23 @@ class TensorData(Dataset):
         targets = _moved(self.targets, device).to(dtype if self.targets.is_floating_point() else self.targets.dtype)
         dtype = dtype if self.dtype.is_floating_point else self.dtype
         rows = None if self.rows is None else self.rows.to(device)
-        return replace(self, inputs=_moved(self.inputs, device), targets=targets, dtype=dtype, rows=rows)
+        inputs = on_each(_moved, self.inputs, device)
+        return replace(self, inputs=inputs, targets=targets, dtype=dtype, rows=rows)
 
     def take(self, positions: np.ndarray) -> TensorData:
         """Return a new TensorData of the samples at `positions`. If `rows` is set, only `rows` is copied."""
-        index = torch.from_numpy(positions).to(self.inputs.device)
+        index = torch.from_numpy(positions).to(self.targets.device)
         ids = {name: column[positions] for name, column in self.ids.items()}
         if self.rows is not None:
             return replace(self, rows=self.rows.index_select(0, index), ids=ids)
-        inputs, targets = (tensor.index_select(0, index) for tensor in (self.inputs, self.targets))
+        inputs, targets = (on_each(Tensor.index_select, part, 0, index) for part in (self.inputs, self.targets))
         return replace(self, inputs=inputs, targets=targets, ids=ids)
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The raw tensors: inputs, targets, and `rows` unless it is None."""
-        return (self.inputs, self.targets) if self.rows is None else (self.inputs, self.targets, self.rows)
+    def tensors(self) -> dict[str, Tensor]:
+        """The raw tensors by name: inputs, targets, and `rows` unless it is None."""
+        rows = {} if self.rows is None else {"rows": self.rows}
+        return {**named(self.inputs), "targets": self.targets, **rows}
 
 
 def compact(values: Tensor) -> Tensor:
@@ -248,16 +268,16 @@ def _order_of(inputs: Tensor) -> torch.memory_format:
 def as_tensor_data(data: Any) -> TensorData:
     """Convert a map-style data set of (input, target) samples to TensorData, in the same order.
 
-    `data` may also be a pair (inputs, targets) of tensors or arrays. A sample may be a dict with one input and one
-    target whose key is label, labels, target or targets.
+    `data` may also be a pair (inputs, targets) of tensors or arrays. A sample may be a dict with inputs and one target,
+    whose key is label, labels, target or targets. If there are several inputs, they are a dict or a tuple.
 
     Inputs may be tensors, arrays, numbers or PIL images of equal shape. PIL images are rotated as their EXIF data say,
     and palettes are converted to colours. PIL images with integers of more than 8 bits are errors. uint8 inputs, such
     as images, are divided by 255, as torchvision's ToTensor does, and those without channels become [1, height, width].
     Images with channels last become [channels, height, width], with a warning. Longer unsigned integers become int64,
-    booleans become floating-point, and other integers (tokens) are unchanged. Targets may be numbers, tensors or arrays
-    of equal shape: integers become int64, and floating-point targets are unchanged. The data set's attribute `ids` is
-    kept.
+    other integers (tokens) are unchanged, and Booleans become floating-point unless there are several inputs. Targets
+    may be numbers, tensors or arrays of equal shape: integers become int64, and floating-point targets are unchanged.
+    The data set's attribute `ids` is kept.
 
     Raises DataError if `data` is a data frame, or has no length or index (such as a DataLoader). Raises DataError also
     if a sample is not an (input, target) pair, if inputs or targets are not numeric or differ in shape, or if the first
@@ -281,7 +301,8 @@ def as_tensor_data(data: Any) -> TensorData:
             f"the {kind} object contains columns, not samples; pass {PAIRS}, with arrays such as {FROM_FRAME}"
         )
     pictures = False
-    if isinstance(data, (tuple, list)) and len(data) == 2 and not isinstance(data[0], (tuple, list, Mapping)):
+    is_two = isinstance(data, (tuple, list)) and len(data) == 2
+    if is_pair(data) or (is_two and not isinstance(data[0], (tuple, list, Mapping))):
         inputs, targets = _columns(*data)
     else:
         if not len(data):
@@ -291,27 +312,38 @@ def as_tensor_data(data: Any) -> TensorData:
             warnings.warn(line, FedsimWarning, stacklevel=2)
         samples = [as_pair(data[index], index) for index in range(len(data))]
         pictures = hasattr(samples[0][0], "getbands")  # images of PIL
-        inputs = _stacked([_as_tensor(sample[0], f"the input of sample {n}") for n, sample in enumerate(samples)])
+        inputs = _stacked([sample[0] for sample in samples])
         targets = torch.from_numpy(as_targets([sample[1] for sample in samples]))
+    ids, notes = id_columns(getattr(data, "ids", None)), list[str]()
+    inputs = on_each(_prepared, inputs, pictures, notes)
+    scale = 1 / 255 if notes else 1.0
+    if not isinstance(inputs, Tensor):
+        return TensorData(inputs, targets, scale, ids=ids, assumed=(*notes,))
+    if inputs.dtype == torch.bool:
+        inputs = inputs.float()
+    if inputs.is_floating_point() or notes:
+        return TensorData(inputs, targets, scale, ids=ids, assumed=(*notes,))
+    note = "integer inputs are treated as tokens (convert measured numbers to floating point)"
+    return TensorData(inputs, targets, dtype=inputs.dtype, ids=ids, assumed=(note,))
+
+
+def _prepared(inputs: Tensor, pictures: bool, notes: list[str]) -> Tensor:
+    """Return inputs with the axes and of a type that TensorData can have. A note on uint8 inputs is added to `notes`.
+
+    `pictures`: whether the inputs were images of PIL, so that the first axis contains the channels.
+    """
     if inputs.layout != torch.strided or inputs.is_complex() or inputs.is_quantized:
         kind = f"layout {inputs.layout} and type {inputs.dtype}"
         raise DataError(f"the inputs must be a dense tensor of real numbers, but have {kind}")
-    ids = id_columns(getattr(data, "ids", None))
     if not pictures and (inputs.dtype == torch.uint8 or inputs.is_floating_point()):
         inputs = _channels_first(inputs)
     if inputs.dtype == torch.uint8:
         shape, inputs = list(inputs.shape[1:]), inputs[:, None] if inputs.ndim == 3 else inputs
         changed = f", shape {shape} becomes {[1, *shape]}" * (len(shape) == 2)
-        note = f"uint8 inputs are divided by 255{changed}"
-        return TensorData(inputs, targets, scale=1 / 255, ids=ids, assumed=(note,))
+        notes.append(f"uint8 inputs are divided by 255{changed}")
     if inputs.dtype in (torch.uint16, torch.uint32, torch.uint64):  # few operations of PyTorch support them
         inputs = torch.from_numpy(_int64(inputs.numpy(), "inputs"))
-    if inputs.dtype == torch.bool:
-        inputs = inputs.float()
-    if inputs.is_floating_point():
-        return TensorData(inputs, targets, ids=ids)
-    note = "integer inputs are treated as tokens (convert measured numbers to floating point)"
-    return TensorData(inputs, targets, dtype=inputs.dtype, ids=ids, assumed=(note,))
+    return inputs
 
 
 def _channels_first(inputs: Tensor) -> Tensor:
@@ -346,8 +378,9 @@ def as_pair(sample: Any, index: int) -> tuple[Any, Any]:
     """
     if isinstance(sample, Mapping):
         inputs, targets = ([key for key in sample if (key in TARGET_KEYS) == wanted] for wanted in (False, True))
-        if len(inputs) == len(targets) == 1:
-            return sample[inputs[0]], sample[targets[0]]
+        if inputs and len(targets) == 1:
+            of_sample = sample[inputs[0]] if len(inputs) == 1 else {name: sample[name] for name in inputs}
+            return of_sample, sample[targets[0]]
         problem, (first, *_), (last, *_) = f"has the keys {', '.join(sample)}", inputs or ["x"], targets or ["y"]
         conversion = f'[(sample["{first}"], sample["{last}"]) for sample in data]'
     elif isinstance(sample, (tuple, list)) and len(sample) > 1:
@@ -357,8 +390,13 @@ def as_pair(sample: Any, index: int) -> tuple[Any, Any]:
     raise DataError(f"sample {index} {problem}; each sample must be a pair (input, target), as in {conversion}")
 
 
-def _columns(inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
-    """Return `inputs` and `targets` (tensors or arrays) as two tensors."""
+def _columns(inputs: Any, targets: Any) -> tuple[Inputs, Tensor]:
+    """Return `inputs` and `targets` (tensors or arrays) as tensors."""
+    if are_several(inputs):
+        columns: dict[Any, Any] = {name: _columns(array, targets) for name, array in by_name(inputs).items()}
+        (_, numbers), *_ = columns.values()
+        several = {name: tensor for name, (tensor, _) in columns.items()}
+        return several if isinstance(inputs, Mapping) else tuple(several.values()), numbers
     for place, value in (("inputs", inputs), ("targets", targets)):
         if not isinstance(value, (Tensor, np.ndarray)) or not value.ndim:
             kind = type(value).__name__
@@ -371,16 +409,36 @@ def _columns(inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
     return _as_tensor(inputs, "an array of inputs"), torch.from_numpy(np.require(array, requirements=["C", "W"]))
 
 
-def _stacked(inputs: list[Tensor]) -> Tensor:
+def _stacked(values: list[Any], kind: str = "input") -> Inputs:
+    """Return the inputs of all samples as one tensor, or as several if each input is a dict or a tuple of arrays."""
+    if several := by_name(values[0]):
+        for index, value in enumerate(values):
+            if by_name(value).keys() != several.keys():
+                names = ", ".join(map(str, several))
+                raise DataError(f"sample {index} has other inputs than sample 0, which has {names}")
+        columns: dict[Any, Any] = {
+            name: _stacked([value[name] for value in values], f"input {name}") for name in several
+        }
+        return columns if isinstance(values[0], Mapping) else tuple(columns.values())
+    inputs = [_as_tensor(value, f"the {kind} of sample {index}") for index, value in enumerate(values)]
     for index, sample_input in enumerate(inputs):
         if sample_input.shape != inputs[0].shape:
             raise DataError(
-                f"the input of sample {index} has shape {list(sample_input.shape)}, but the input of sample 0 has "
+                f"the {kind} of sample {index} has shape {list(sample_input.shape)}, but the {kind} of sample 0 has "
                 f"shape {list(inputs[0].shape)}; all inputs must have the same shape: pad them with "
                 f"torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True) and pass {PAIRS}, or, if you have a "
                 "collate_fn that pads, pass data=(collate_fn(list(train)), collate_fn(list(test)))"
             )
     return torch.stack(inputs)
+
+
+def by_name(value: Any) -> dict[Any, Any]:
+    """Return several inputs by name or position: a dict, or a tuple with arrays or images of PIL. Otherwise {}."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    parts = value if isinstance(value, tuple) else ()
+    is_several = any(getattr(part, "ndim", 0) or hasattr(part, "getbands") for part in parts)
+    return dict(enumerate(parts)) if is_several else {}
 
 
 def as_targets(targets: Sequence[Any]) -> np.ndarray:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fedsim.config.engines import TRAITS
+from fedsim.core.model_inputs import leaves, on_each, outputs_of
 from fedsim.core.randomness import preserve_random_state
 from fedsim.engines.base import Engine
 from fedsim.engines.named import stacked
@@ -154,7 +155,7 @@ def flops_of_a_sample(task: RunTask, shared: SharedState) -> float:
     with preserve_random_state(task.device), contextlib.suppress(Exception):  # training will report the error
         module = task.new_module().train()
         with FlopCount() as counter:
-            task.learning_task.loss(module(inputs.clone()), targets).backward()
+            task.learning_task.loss(outputs_of(module, on_each(Tensor.clone, inputs)), targets).backward()
         if counter.total:
             return counter.total / count
     return 6.0 * len(shared.server.row)
@@ -250,7 +251,7 @@ class AutoEngine(Engine):
 
 def _plan_key(task: RunTask, shared: SharedState) -> str:
     """Return a string that is equal for tasks that get the same plan."""
-    inputs, shards = shared.data.train.inputs, shared.data.shards
+    inputs, shards = leaves(shared.data.train.inputs), shared.data.shards
     work = len(shared.data.train) if shards.listed else work_of_a_round(task, shared)
     sizes = work, len(shards), len(shared.data.test), shared.cohort.size, len(shared.server.row)
     experiment = task.experiment
@@ -271,7 +272,6 @@ def _plan_key(task: RunTask, shared: SharedState) -> str:
             *how,
             *where,
             *sizes,
-            inputs.shape[1:],
-            inputs.dtype,
+            *((tensor.shape[1:], tensor.dtype) for tensor in inputs),
         )
     )

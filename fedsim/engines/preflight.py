@@ -51,7 +51,7 @@ class Preflight:
         data = {
             f"{name} {part}": digest(tensor)
             for name, split in (("training", train), ("test", test))
-            for part, tensor in zip(("inputs", "targets", "rows"), split.tensors, strict=False)
+            for part, tensor in split.tensors.items()
         }
         self.settled = True
         answers = self._ranks.gather_objects((None, {**self._claims, "the data": data}))

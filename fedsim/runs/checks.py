@@ -22,6 +22,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.config.from_data import mismatches
 from fedsim.config.schema import Server
 from fedsim.core.learning_task import Binary, Classification, correct_of, described, predicts_classes, predicts_numbers
+from fedsim.core.model_inputs import Inputs, leaves, on_each, on_image, outputs_of, shapes_of
 from fedsim.core.randomness import Draws, preserve_random_state, torch_generator
 from fedsim.core.recorded_features import recorded_features
 from fedsim.core.registry import Imported
@@ -275,7 +276,7 @@ def with_numbers(task: RunTask, *data: TensorData) -> list[TensorData]:
 
     def outputs() -> object:
         with contextlib.suppress(Exception), torch.no_grad():  # a later check reports a model that fails
-            return task.new_module().eval()(inputs)
+            return outputs_of(task.new_module().eval(), inputs)
         return None
 
     if not predicts_numbers(task.learning_task, outputs, targets):
@@ -295,11 +296,12 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
     """
     experiment, place = task.experiment, task.experiment.model.setting
     inputs, targets = train.to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(train))))
-    shape, classes = tuple(inputs.shape), max(train.classes, test.classes)
+    shape, classes = shapes_of(inputs), max(train.classes, test.classes)
     _check_augmentations(experiment, inputs, train)
     known, own = SampleShape.of(train), experiment.model.registration.imported
     known = replace(known, classes=classes, tokens=max(known.tokens, SampleShape.of(test).tokens))
-    integers = [] if train.dtype.is_floating_point else [compact(part.inputs).cpu().numpy() for part in (train, test)]
+    tokens = () if train.dtype.is_floating_point else (*leaves(train.inputs), *leaves(test.inputs))
+    integers = [compact(tensor).cpu().numpy() for tensor in tokens]
     if not own and (least := min((int(values.min()) for values in integers), default=0)) < 0:
         raise DataError(
             f"data.name = {show(dataset)}: integer inputs are treated as tokens, which must be at least 0, but the "
@@ -336,15 +338,16 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
         _check_autocast(task, inputs, targets)
 
 
-def _check_augmentations(experiment: Experiment, inputs: Tensor, train: TensorData) -> None:
+def _check_augmentations(experiment: Experiment, inputs: Inputs, train: TensorData) -> None:
     """Raise ExperimentError if an augmentation fails on `inputs`, a few training samples [k, ...]."""
-    arguments = {"draws": Draws.of("check", seed=0, device=inputs.device), "generator": torch_generator(0, "check")}
+    device = leaves(inputs)[0].device
+    arguments = {"draws": Draws.of("check", seed=0, device=device), "generator": torch_generator(0, "check")}
     for table in experiment.data.augment:
-        start = f"data.augment = {show(table.name)}: does not work on inputs of shape {tuple(inputs.shape)}: "
+        start = f"data.augment = {show(table.name)}: does not work on inputs of shape {shapes_of(inputs)}: "
         with _errors_of_user_code(start.__add__):
             if "normalisation" in table.component.takes:
                 arguments["normalisation"] = train.normalisation
-            inputs = table.component(inputs.clone(), arguments)
+            inputs = on_image(table.component, on_each(Tensor.clone, inputs), "it", arguments)
 
 
 def _check_labels(train: TensorData, test: TensorData) -> None:
@@ -436,11 +439,11 @@ def _remedy(known: SampleShape) -> str:
     )
 
 
-def _check_outputs_in_training(task: RunTask, inputs: Tensor, outputs: object) -> None:
+def _check_outputs_in_training(task: RunTask, inputs: Inputs, outputs: object) -> None:
     """Raise ExperimentError if the model returns different types in training and in tests, as GoogLeNet does."""
     try:
         with torch.no_grad(), preserve_random_state(task.device):
-            in_training = task.new_module().train()(inputs)
+            in_training = outputs_of(task.new_module().train(), inputs)
     except Exception:  # later checks name the batch that the model cannot be trained on
         return
     if type(in_training) is not type(outputs):
@@ -450,14 +453,14 @@ def _check_outputs_in_training(task: RunTask, inputs: Tensor, outputs: object) -
         )
 
 
-def _check_features(task: RunTask, inputs: Tensor) -> None:
+def _check_features(task: RunTask, inputs: Inputs) -> None:
     """Raise ExperimentError if the client algorithm needs hidden features that the model does not have."""
     if not isinstance(task.algorithm, FeatureLoss):
         return
     module = task.new_module().eval()
     with torch.no_grad(), recorded_features(module) as recorded:
-        module(inputs)
-    if torch.equal(recorded.of(len(inputs)), inputs.flatten(1)):
+        outputs_of(module, inputs)
+    if isinstance(inputs, Tensor) and torch.equal(recorded.of(len(inputs)), inputs.flatten(1)):
         experiment = task.experiment
         raise ExperimentError(
             f"{experiment.model.setting}: has no hidden layer, but {experiment.local.setting} compares hidden "
@@ -465,7 +468,7 @@ def _check_features(task: RunTask, inputs: Tensor) -> None:
         )
 
 
-def _check_autocast(task: RunTask, inputs: Tensor, targets: Tensor) -> None:
+def _check_autocast(task: RunTask, inputs: Inputs, targets: Tensor) -> None:
     """Raise ExperimentError if the model cannot be computed in the reduced precision of the experiment."""
     experiment = task.experiment
     place, name = f"precision = {show(experiment.precision)}", show(experiment.model.name)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedsim.clients.schedule import Schedule
 from fedsim.config.schema import OWN
+from fedsim.core.model_inputs import Inputs, on_each, on_image
 from fedsim.core.philox import Stream, shuffles
 from fedsim.core.randomness import Draws, draw_keys, numpy_generator, torch_generator
 from fedsim.data import CustomSubset, TensorData
@@ -27,8 +28,8 @@ SAMPLES_AT_ONCE = 2**17  # maximum number of samples that are shuffled at once, 
 EPOCHS_AT_ONCE = 64  # maximum number of epochs per worker that are shuffled at once
 LOSSES, LOCAL_TESTS = "losses", "local_test_fraction"  # purposes of samples that are not trained on
 
-Batches = Iterator[tuple[Tensor, Tensor]]
-Alteration = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]  # (inputs, targets, step) -> (inputs, targets)
+Batches = Iterator[tuple[Inputs, Tensor]]
+Alteration = Callable[[Inputs, Tensor, int], tuple[Inputs, Tensor]]  # (inputs, targets, step) -> (inputs, targets)
 
 
 class WorkItem(NamedTuple):
@@ -400,16 +401,16 @@ class BatchSource:
         normalisation = self._shared.data.train.normalisation if "normalisation" in taken else None
         for_poison = self._random(attack.poison_accepts if poison else (), purposes[1], round, worker)
 
-        def alter(inputs: Tensor, targets: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        def alter(inputs: Inputs, targets: Tensor, step: int) -> tuple[Inputs, Tensor]:
             arguments: dict[str, Any] = {name: at(step) for name, at in for_transforms.items()}
             arguments["normalisation"] = normalisation
             for transform in transforms:
-                inputs = transform(inputs, arguments)
+                inputs = on_image(transform, inputs, "an augmentation or the partition", arguments)
             if poison is not None:
                 arguments = {name: at(step) for name, at in for_poison.items()}
                 arguments |= {"inputs": inputs, "targets": targets, "classes": classes}
                 inputs, targets = poison(**{name: arguments[name] for name in attack.poison_accepts})
-            return in_order(inputs), targets
+            return on_each(in_order, inputs), targets
 
         return alter
 
@@ -432,7 +433,7 @@ class BatchSource:
         return sources
 
 
-def _altered(batches: Iterable[tuple[Tensor, Tensor]], alter: Alteration | None, first: int = 0) -> Batches:
+def _altered(batches: Iterable[tuple[Inputs, Tensor]], alter: Alteration | None, first: int = 0) -> Batches:
     """Yield `alter(inputs, targets, step)` for each batch, or the unchanged batches if `alter` is None.
 
     `first` is the step number of the first batch.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.clients import FeatureLoss
+from fedsim.core.model_inputs import on_each, outputs_of
 from fedsim.core.recorded_features import recorded_features
 from fedsim.core.training import Objective
 from fedsim.training.gradients_at_points import PointModules
@@ -25,16 +26,16 @@ class FeatureGradients(BatchGradients):
         at_points = [self._features_at(position, point) for position, point in enumerate(self._points)]
         with recorded_features(model) as recorded:
             loss = super().loss(model)
-        features = self.objective.precision.widened(recorded.of(len(self.inputs)))
+        features = self.objective.precision.widened(recorded.of(len(self.targets)))
         return loss + self._algorithm.feature_loss(features, at_points).mean()
 
     @torch.no_grad()
     def _features_at(self, position: int, point: Tensor) -> Tensor:
         """Return the features of the current batch in the model `point`, element `position` of `feature_points`."""
-        inputs, precision = self.inputs, self.objective.precision
+        count, precision = len(self.targets), self.objective.precision
         module = 1 + position  # 0 is the module of `PointOptimizer`
         model = self._modules.at(module, point, self.local.current_buffers())
-        masks = self.local.dropout.at(self.number, len(inputs))
-        with masks, recorded_features(model) as recorded, precision.forward(inputs.device):
-            model(inputs.clone())
-        return precision.widened(recorded.of(len(inputs)))
+        masks = self.local.dropout.at(self.number, count)
+        with masks, recorded_features(model) as recorded, precision.forward(self.targets.device):
+            outputs_of(model, on_each(Tensor.clone, self.inputs))
+        return precision.widened(recorded.of(count))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fedsim.core.model_inputs import Inputs
 from fedsim.core.randomness import seed_everything
 from fedsim.core.rows import clip_rows
 from fedsim.processes.process_context import ProcessContext
@@ -41,7 +42,7 @@ class SyncParticipant:
     dropout: RoundDropout
     loss_sum: Tensor
     samples: int = 0
-    batch: tuple[Tensor, Tensor] | None = None
+    batch: tuple[Inputs, Tensor] | None = None
     draws: bool = True
 
     def count(self, loss: Tensor) -> None:
@@ -121,7 +122,7 @@ class GradientRounds:
         if participant.draws:
             self.seed_layers(participant.member, participant.member.round, step)
         inputs, targets = participant.batch
-        with participant.dropout.at(step, len(inputs)):
+        with participant.dropout.at(step, len(targets)):
             return self._objective(participant.module.module, inputs, targets)
 
     def gradient(self, participant: SyncParticipant, step: int) -> Tensor:
@@ -141,7 +142,7 @@ class GradientRounds:
         seed_everything(self._task.device, self._task.experiment.seed, "forward", round, member.worker, *step)
 
 
-def with_heartbeats(process: ProcessContext, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
+def with_heartbeats(process: ProcessContext, batches: Batches) -> Batches:
     """Yield the batches, and send a heartbeat before each batch."""
     for batch in batches:
         process.heartbeat()

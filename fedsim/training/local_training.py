@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.clients import State
+from fedsim.core.model_inputs import Inputs
 from fedsim.core.rows import clip_rows
 from fedsim.core.training import Loss, Objective
 from fedsim.training.batches import WorkItem
@@ -64,13 +65,13 @@ class BatchGradients:
         inputs, targets: the current batch.
     """
 
-    inputs: Tensor
+    inputs: Inputs
     targets: Tensor
 
     def __init__(self, objective: Objective, local: LocalModel) -> None:
         self.objective, self.local, self.number = objective, local, (local.member.step or 0) - 1
 
-    def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss | None = None) -> Tensor:
+    def __call__(self, model: nn.Module, inputs: Inputs, targets: Tensor, loss: Loss | None = None) -> Tensor:
         """Make (inputs, targets) the current batch, and call `backward`. `loss` is not used."""
         self.number, self.inputs, self.targets = self.number + 1, inputs, targets
         return self.backward(model)
@@ -83,7 +84,7 @@ class BatchGradients:
 
     def loss(self, model: nn.Module) -> Tensor:
         """Return the mean loss of the current batch."""
-        with self.local.dropout.at(self.number, len(self.inputs)):
+        with self.local.dropout.at(self.number, len(self.targets)):
             return self.objective(model, self.inputs, self.targets)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import warnings
 from dataclasses import dataclass, replace
+from operator import getitem
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from fedsim.clients import OuterProductGrad
 from fedsim.clients.adapters import TrainFunction
 from fedsim.core.learning_task import joint_of
+from fedsim.core.model_inputs import Inputs, leaves, on_each, outputs_of
 from fedsim.core.randomness import global_states, preserve_random_state
 from fedsim.core.rows import Layout, new_rows
 from fedsim.core.training import Objective
@@ -97,10 +99,11 @@ class StackingProbe:
 def _require_finite(shared: SharedState) -> None:
     """Raise ExperimentError if the samples on which the model is tried contain NaN or infinity."""
     inputs, _ = shared.data.train.gather(torch.arange(min(MAX_COMPARED_BATCH, len(shared.data.train))))
-    bad = int((~inputs.reshape(len(inputs), -1).isfinite().all(1)).sum())
+    finite = torch.stack([tensor.reshape(len(tensor), -1).isfinite().all(1) for tensor in leaves(inputs)]).all(0)
+    bad = int((~finite).sum())
     if bad:
         raise ExperimentError(
-            f'engine = "batched": cannot test the model, because {bad} of the first {len(inputs)} training samples '
+            f'engine = "batched": cannot test the model, because {bad} of the first {len(finite)} training samples '
             "contain NaN or infinity; remove them, or use engine=processes"
         )
 
@@ -135,7 +138,7 @@ class TwoModels(NamedTuple):
     layout: Layout
     rows: Tensor
     buffers: Tensor
-    inputs: Tensor
+    inputs: Inputs
     targets: Tensor
 
 
@@ -150,11 +153,11 @@ class Trials:
     def __init__(self, task: RunTask, train: TensorData) -> None:
         self._task, self._train, self.count, self.matrix_bytes = task, train, min(SAMPLES, len(train)), 0
 
-    def samples(self, count: int) -> tuple[Tensor, Tensor]:
+    def samples(self, count: int) -> tuple[Inputs, Tensor]:
         """Return a batch of the first `count` training samples, repeated if the data set is smaller."""
         return self._train.gather(torch.arange(count) % len(self._train))
 
-    def run(self, batch: tuple[Tensor, Tensor], precision: Precision = FULL) -> ProbeResult:
+    def run(self, batch: tuple[Inputs, Tensor], precision: Precision = FULL) -> ProbeResult:
         """Run the model on a batch in training mode without dropout, and return the result.
 
         Raises ExperimentError if several such models cannot be computed together.
@@ -176,7 +179,7 @@ class Trials:
 
         with Recording() as recording, torch.autograd.graph.saved_tensors_hooks(weigh, lambda tensor: tensor):
             with precision.forward(task.device):
-                outputs = module(inputs.clone())  # the model may change its inputs
+                outputs = outputs_of(module, on_each(Tensor.clone, inputs))  # the model may change its inputs
             replace(task.objective, precision=precision).loss(outputs, targets)
         if differ(start, module):
             raise not_stackable(
@@ -184,10 +187,10 @@ class Trials:
             )
         if global_states(task.device) != generators:
             raise not_stackable("the model draws random numbers outside of torch.nn.functional.dropout")
-        if any(samples != len(inputs) for samples in recording.samples):
+        if any(samples != len(targets) for samples in recording.samples):
             raise not_stackable("the model applies dropout to a tensor whose first dimension is not the batch")
         buffers = Layout.of(module).read_buffers(module)
-        return ProbeResult(outputs.detach(), buffers, tuple(recording.dropouts), sum(saved.values()) // len(inputs))
+        return ProbeResult(outputs.detach(), buffers, tuple(recording.dropouts), sum(saved.values()) // len(targets))
 
     def is_coupled(self, together: ProbeResult) -> bool:
         """Whether a sample's output changes with the other samples of its batch, as with BatchNorm.
@@ -197,22 +200,25 @@ class Trials:
                 the results of further runs, in which a sample has other samples beside it.
         """
         inputs, targets = self.samples(self.count)
+
+        def first(count: int) -> tuple[Inputs, Tensor]:
+            return on_each(getitem, inputs, slice(count)), targets[:count]
+
         try:
-            alone = self.run((inputs[:1], targets[:1]))
+            alone = self.run(first(1))
         except ExperimentError:
             raise
         except Exception:  # BatchNorm needs at least two samples
             return True
         if alone.dropouts != together.dropouts:
             raise not_stackable(DROPOUT_CALLS_VARY)
-        different = inputs[:1] * 2 + 1 if inputs.is_floating_point() else inputs[:1]
-        others = torch.cat([inputs[:1], different.expand_as(inputs)[1:]])
+        others = on_each(_with_others, inputs)
         trials = [(1, alone), (1, self.run((others, targets)))]  # with the number of samples shared with `together`
-        if len(inputs) > 2:
-            trials.append((len(inputs) - 1, self.run((inputs[:-1], targets[:-1]))))
+        if self.count > 2:
+            trials.append((self.count - 1, self.run(first(self.count - 1))))
         whole = min(self._task.schedule.largest_batch, MAX_COMPARED_BATCH, len(self._train))
-        if whole > len(inputs):  # a model may handle a large batch differently
-            trials.append((len(inputs), self.run(self.samples(whole))))
+        if whole > self.count:  # a model may handle a large batch differently
+            trials.append((self.count, self.run(self.samples(whole))))
         return not all(
             self.agree(trial.outputs[:n_shared], together.outputs[:n_shared])
             and self.agree(trial.buffers, together.buffers)
@@ -233,7 +239,7 @@ class Trials:
         `together` is the result of `run` on the first `self.count` training samples.
         """
         inputs, targets = self.samples(self.count)
-        rolled = self.run((inputs.roll(1, 0), targets.roll(1, 0)))
+        rolled = self.run((on_each(Tensor.roll, inputs, 1, 0), targets.roll(1, 0)))
         return not self.agree(rolled.outputs, together.outputs.roll(1, 0))
 
     def reason_against_merging(self, dropouts: tuple[Dropout, ...]) -> str | None:
@@ -308,10 +314,11 @@ class Trials:
         for entry in layout.buffers:
             if of_module[entry.name].is_floating_point():
                 buffers[1, entry.span].mul_(1.125).add_(0.01)
-        inputs, targets = (
-            (tensor.to(dtype) if tensor.is_floating_point() else tensor).unflatten(0, (2, self.count))
-            for tensor in self.samples(2 * self.count)
-        )
+
+        def of_two(tensor: Tensor) -> Tensor:
+            return (tensor.to(dtype) if tensor.is_floating_point() else tensor).unflatten(0, (2, self.count))
+
+        inputs, targets = (on_each(of_two, part) for part in self.samples(2 * self.count))
         return TwoModels(module, layout, rows, buffers, inputs, targets)
 
     def _gradients_of(
@@ -329,7 +336,14 @@ class Trials:
         try:
             factors = [weights.new_ones(2, count, *dropout.shape) for dropout in dropouts]
             unpacked = stacked.unpack_buffers(buffers)
-            arguments = stacked.views(two.rows), unpacked, two.inputs.clone(), two.targets, weights, factors
+            arguments = (
+                stacked.views(two.rows),
+                unpacked,
+                on_each(Tensor.clone, two.inputs),
+                two.targets,
+                weights,
+                factors,
+            )
             with DataDependenceCheck() if merged else contextlib.nullcontext():
                 _, left = stacked.gradients(*arguments, leave_products=0)  # as in training
             gradients = [part.computed() if isinstance(part, OuterProductGrad) else part for part in left]
@@ -353,7 +367,8 @@ class Trials:
             layout.write(two.rows[k], module)
             layout.write_buffers(two.buffers[k], module)
             objective = replace(self._task.objective, precision=FULL)
-            expected = _plain_gradients(objective, module.train(), two.inputs[k], two.targets[k])
+            inputs = on_each(getitem, two.inputs, k)
+            expected = _plain_gradients(objective, module.train(), inputs, two.targets[k])
             for entry, gradient, reference in zip(layout.parameters, gradients, expected, strict=True):
                 if not self.agree(gradient[k], reference, dtype):
                     raise not_stackable(f"the gradient of {entry.name} {DIFFERS}")
@@ -407,6 +422,12 @@ class Trials:
         return bool((actual - reference).abs().max() <= tolerance)
 
 
+def _with_others(tensor: Tensor) -> Tensor:
+    """Return an input of several samples, of which all but the first are replaced, by other numbers if possible."""
+    other = tensor[:1] * 2 + 1 if tensor.is_floating_point() else tensor[:1]
+    return torch.cat([tensor[:1], other.expand_as(tensor)[1:]])
+
+
 def _as_product(gradient: Tensor) -> Tensor | OuterProductGrad:
     """Convert the gradient of a weight matrix of two models, [2, o, i], to an OuterProductGrad.
 
@@ -419,10 +440,10 @@ def _as_product(gradient: Tensor) -> Tensor | OuterProductGrad:
     )
 
 
-def _plain_gradients(objective: Objective, module: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+def _plain_gradients(objective: Objective, module: nn.Module, inputs: Inputs, targets: Tensor) -> tuple[Tensor, ...]:
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     module.zero_grad()
     with Recording():
-        loss = objective.loss(module(inputs.clone()), targets)
+        loss = objective.loss(outputs_of(module, on_each(Tensor.clone, inputs)), targets)
     loss.backward()  # not torch.autograd.grad, which reentrant checkpoints do not support
     return tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedsim.clients.algorithm import SampleNoise
 from fedsim.core import philox
+from fedsim.core.model_inputs import Inputs, on_each
 from fedsim.core.randomness import draw_key
 from fedsim.core.training import Objective
 from fedsim.privacy import clip_factors, row_norms
@@ -50,7 +51,7 @@ class SampleGradients:
         self,
         rows: Tensor,
         buffers: Sequence[Tensor],
-        inputs: Tensor,
+        inputs: Inputs,
         targets: Tensor,
         weights: Tensor,
         factors: Sequence[Tensor],
@@ -73,7 +74,7 @@ class SampleGradients:
             chosen = slice(start, min(start + at_once, batch))
             count = chosen.stop - start
             alone_inputs, alone_targets, *masks = (
-                tensor[:, chosen].flatten(0, 1).unsqueeze(1) for tensor in (inputs, targets, *factors)
+                on_each(_alone, part, chosen) for part in (inputs, targets, *factors)
             )
             models = rows.unsqueeze(1).expand(k, count, d).flatten(0, 1)
             of_models = [buffer.repeat_interleave(count, 0) for buffer in buffers]
@@ -97,6 +98,11 @@ class SampleGradients:
         return philox.converted(stream, like.shape[1], to_normal)[:, : like.shape[1]]  # as `Draws.normal` does for each
 
 
+def _alone(tensor: Tensor, chosen: slice) -> Tensor:
+    """Return some samples of the batches in a tensor [k, batch, ...], each as a batch of its own, [k * n, 1, ...]."""
+    return tensor[:, chosen].flatten(0, 1).unsqueeze(1)
+
+
 class PrivateGradients(BatchGradients):
     """Private gradients (DP-SGD) of one worker's batches."""
 
@@ -106,10 +112,10 @@ class PrivateGradients(BatchGradients):
 
     def backward(self, model: nn.Module) -> Tensor:
         """Add the private gradient of the current batch to the worker's gradient, and return the mean loss."""
-        local, n, row = self.local, len(self.inputs), self.local.row.detach().unsqueeze(0)
+        local, n, row = self.local, len(self.targets), self.local.row.detach().unsqueeze(0)
         factors = [factor.unsqueeze(0) for factor in local.dropout.factors(self.number, n)]
         buffers = self._samples.module.unpack_buffers(local.current_buffers().unsqueeze(0))
-        batch = self.inputs.unsqueeze(0), self.targets.unsqueeze(0)
+        batch = on_each(Tensor.unsqueeze, self.inputs, 0), self.targets.unsqueeze(0)
         weights, moment = row.new_full((1, n), 1 / n), (local.member.round, local.member.worker, self.number)
         losses, gradients = self._samples(row, buffers, *batch, weights, factors, [moment])
         local.gradient.add_(gradients[0])

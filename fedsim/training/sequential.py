@@ -80,9 +80,9 @@ class RowTrainer(GradientRounds):
                 )
                 dropout = self._dropout.of(member.worker, member.round, first + schedule.batches_of_all(size))
                 for step, (inputs, targets) in enumerate(with_heartbeats(self._process, seen), first):
-                    with dropout.at(step, len(inputs)):
+                    with dropout.at(step, len(targets)):
                         value = self._objective(module.module, inputs, targets)
-                    (value * (len(inputs) / size)).backward()
+                    (value * (len(targets) / size)).backward()
 
     def _dropout_of(self, member: WorkItem) -> RoundDropout:
         """Return the dropout masks of `member` in its round."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedsim.clients import State
 from fedsim.clients.algorithm import state_at_first
 from fedsim.core.learning_task import joint_of
+from fedsim.core.model_inputs import outputs_of
 from fedsim.core.randomness import preserve_random_state
 from fedsim.core.rows import Layout, new_rows
 from fedsim.data import ListedShards, Shards, TensorData
@@ -252,7 +253,7 @@ class TestResults:
             return cls(sums, nothing)
         inputs, targets = data.gather(torch.arange(min(2, len(data))))  # a loss may squeeze that of a single sample
         with torch.no_grad(), preserve_random_state(task.device):
-            sample = module.eval()(inputs)
+            sample = outputs_of(module.eval(), inputs)
         if is_joint and not is_joint(sample, targets) and not task.experiment.metrics:
             return cls(sums, nothing)
         return cls(sums, sample.new_zeros(len(sums), size, *sample.shape[1:]))
@@ -326,7 +327,7 @@ class SharedState:
         data = self.data
         # The datasets have a block of their own, because a session reuses them for later runs.
         parts = data.train, data.test, data.validation, data.own_tests
-        share([tensor for part in parts for tensor in part.tensors])
+        share([tensor for part in parts for tensor in part.tensors.values()])
         shards = [*data.shards.tensors, *data.worker_tests.tensors, data.root]
         share([*shards, *tensors_in(self.server), *tensors_in(self.cohort), *tensors_in(self.tests)])
         return self

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
+from operator import getitem
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedsim.core.model_inputs import Inputs, named, on_each
 from fedsim.core.rows import index_of
 from fedsim.system.devices import to_device, wide_dtype
 from fedsim.training.batches import SAMPLES_AT_ONCE, Alteration, BatchSource, WorkItems
@@ -194,6 +196,14 @@ def block_of(
     return StepBatch(start, range(sizes.shape[1]), sizes, table[1].to(wide_dtype(task.device)), gathered, weights)
 
 
+def alter_in_place(alter: Alteration, inputs: Inputs, targets: Tensor, index: tuple[int, slice], step: int) -> None:
+    """Replace the samples at `index` by `alter(inputs, targets, step)`, among the batches of several workers."""
+    views = on_each(getitem, inputs, index)
+    altered, targets[index] = alter(views, targets[index], step)
+    for name, values in named(altered).items():
+        named(views)[name].copy_(values)
+
+
 class Stack:
     """Workers that are trained together (a stack of k workers), and their losses in a round.
 
@@ -292,7 +302,7 @@ class Stack:
     def alter(
         self,
         step_batch: StepBatch,
-        inputs: Tensor,
+        inputs: Inputs,
         targets: Tensor,
         alterations: Sequence[Alteration | None] | None = None,
     ) -> None:
@@ -308,7 +318,7 @@ class Stack:
         for row, position in enumerate(step_batch.in_stack if alterations else ()):
             if alter := alterations[position]:
                 step, size = int(self.members.first[position]) + step_batch.step, int(step_batch.sizes[row])
-                inputs[row, :size], targets[row, :size] = alter(inputs[row, :size], targets[row, :size], step)
+                alter_in_place(alter, inputs, targets, (row, slice(size)), step)
 
     def count(self, step_batch: StepBatch, losses: Tensor) -> None:
         """Add the samples and losses of a step to the sums of the round.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fedsim.clients import ClientAlgorithm, FeatureLoss, OuterProductGrad, State
+from fedsim.core.model_inputs import Inputs, on_each
 from fedsim.core.rows import Entry, clip_rows
 from fedsim.data import TensorData
 from fedsim.errors import ExperimentError
@@ -38,7 +39,7 @@ class Batch(NamedTuple):
         moments: round, worker and step of each batch, if the gradients of samples get noise.
     """
 
-    inputs: Tensor
+    inputs: Inputs
     targets: Tensor
     weights: Tensor
     factors: Sequence[Tensor] = ()
@@ -141,10 +142,10 @@ def _view_of_state(tensor: Tensor, entry: Entry, rows: Tensor) -> Tensor:
     return tensor.view(-1, *[1] * len(entry.shape)) if is_number else view_of(tensor, entry)
 
 
-def gather(train: TensorData, positions: Tensor) -> tuple[Tensor, Tensor]:
+def gather(train: TensorData, positions: Tensor) -> tuple[Inputs, Tensor]:
     """Return the inputs and targets, [m, batch, ...] each, of the samples at `positions` [m, batch] in `train`."""
     inputs, targets = train.gather(positions.flatten())
-    return inputs.unflatten(0, positions.shape), targets.unflatten(0, positions.shape)
+    return on_each(Tensor.unflatten, inputs, 0, positions.shape), targets.unflatten(0, positions.shape)
 
 
 class StackStep:

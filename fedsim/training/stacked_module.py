@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from fedsim.clients import OuterProductGrad
+from fedsim.core.model_inputs import Inputs, leaves, on_each, outputs_of
 from fedsim.core.recorded_features import recorded_features
 from fedsim.core.rows import Entry, Layout
 from fedsim.core.training import Objective
@@ -20,7 +21,7 @@ from fedsim.training.operations import MergedBatch, NotMergeableError, VmapOverr
 DEFAULT = Objective()
 
 Places = list[tuple[nn.Module, str]]
-Stacks = tuple[list[Tensor], list[Tensor], Tensor, list[Tensor]]  # parameters, buffers, inputs, dropout factors
+Stacks = tuple[list[Tensor], list[Tensor], Inputs, list[Tensor]]  # parameters, buffers, inputs, dropout factors
 
 BATCH_DEPENDENT = "the model's operations depend on the size or the values of a batch"
 
@@ -93,7 +94,7 @@ class StackedModule:
         self,
         parameters: Sequence[Tensor],
         buffers: list[Tensor],
-        inputs: Tensor,
+        inputs: Inputs,
         targets: Tensor,
         weights: Tensor,
         factors: Sequence[Tensor] = (),
@@ -138,7 +139,7 @@ class StackedModule:
         return losses.detach(), _owned(gradients)
 
     @torch.no_grad()
-    def outputs(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: Tensor) -> Tensor:
+    def outputs(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: Inputs) -> Tensor:
         """Return the outputs [k, batch, ...] of each model in evaluation mode, for its batch in `inputs`."""
         self._module.eval()
         try:
@@ -149,10 +150,10 @@ class StackedModule:
 
     @torch.no_grad()
     def _features(
-        self, parameters: list[Tensor], buffers: Sequence[Tensor], inputs: Tensor, factors: Sequence[Tensor]
+        self, parameters: list[Tensor], buffers: Sequence[Tensor], inputs: Inputs, factors: Sequence[Tensor]
     ) -> Tensor:
         """Return the features [k, batch, f] of `inputs` in k models with the given parameters and copied buffers."""
-        stacks = parameters, [buffer.clone() for buffer in buffers], inputs.clone(), list(factors)
+        stacks = parameters, [buffer.clone() for buffer in buffers], on_each(Tensor.clone, inputs), list(factors)
         *_, features = self._forward(stacks, records=True)
         return self._precision.widened(features)
 
@@ -167,23 +168,24 @@ class StackedModule:
             records: whether to return the features too.
         """
         parameters, buffers, inputs, factors = stacks
-        with self._precision.forward(inputs.device):
+        first = leaves(inputs)[0]
+        with self._precision.forward(first.device):
             if not self._merged:
                 return vmap(partial(self._forward_one, records=records))(*stacks)
             self._hold(parameters, buffers)
-            merged = in_order(inputs.flatten(0, 1))
+            merged = on_each(lambda tensor: in_order(tensor.flatten(0, 1)), inputs)
             try:
                 stacked = [*parameters, *buffers]
-                with MergedBatch(factors, stacked, len(merged), products, turns=self._turns) as batch:
+                with MergedBatch(factors, stacked, first.shape[:2].numel(), products, turns=self._turns) as batch:
                     results = self._outputs(merged, records)
             except NotMergeableError as error:
                 raise not_stackable(f"{BATCH_DEPENDENT} ({error})") from error
         batch.require_all_used()
-        outputs, *features = (tensor.unflatten(0, inputs.shape[:2]) for tensor in results)
+        outputs, *features = (tensor.unflatten(0, first.shape[:2]) for tensor in results)
         return [outputs, buffers, *features]
 
     def _forward_one(
-        self, parameters: list[Tensor], buffers: list[Tensor], inputs: Tensor, factors: list[Tensor], *, records: bool
+        self, parameters: list[Tensor], buffers: list[Tensor], inputs: Inputs, factors: list[Tensor], *, records: bool
     ) -> list[Any]:
         self._hold(parameters, buffers)
         with VmapOverrides(factors) as substitutes:
@@ -191,13 +193,13 @@ class StackedModule:
         substitutes.require_all_used()
         return [outputs, [module.get_buffer(name) for (module, name), *_ in self._buffers], *features]
 
-    def _outputs(self, inputs: Tensor, records: bool) -> list[Tensor]:
+    def _outputs(self, inputs: Inputs, records: bool) -> list[Tensor]:
         """Run the module. Return [outputs], or [outputs, features] if `records` is true."""
         if not records:
-            return [self._module(inputs)]
+            return [outputs_of(self._module, inputs)]
         with recorded_features(self._module) as recorded:
-            outputs = self._module(inputs)
-        return [outputs, recorded.of(len(inputs))]
+            outputs = outputs_of(self._module, inputs)
+        return [outputs, recorded.of(len(leaves(inputs)[0]))]
 
     def _hold(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         """Replace the module's parameters and buffers by the given tensors."""

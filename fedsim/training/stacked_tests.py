@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedsim.core.learning_task import Correct, counts_of, joint_of
+from fedsim.core.model_inputs import Inputs, on_each, outputs_of
 from fedsim.core.randomness import global_states, preserve_random_state
 from fedsim.core.training import MetricSums, Objective
 from fedsim.errors import FedsimWarning
@@ -26,7 +27,7 @@ from fedsim.training.operations import DataDependenceCheck, not_stackable, reaso
 from fedsim.training.probe import DIFFERS, StackingProbe, Trials
 from fedsim.training.row_module import differ
 from fedsim.training.shared_state import SharedState, test_batch_size
-from fedsim.training.stack import block_of
+from fedsim.training.stack import alter_in_place, block_of
 from fedsim.training.stack_step import gather
 from fedsim.training.stacked_module import StackedModule
 from fedsim.training.task import RunTask
@@ -176,7 +177,7 @@ class StackedTests:
             inputs, targets = gather(data, block.positions[0])
             for row, (position, number, size) in enumerate(zip(*map(np.ndarray.tolist, part), strict=True)):
                 if alterations and (alter := alterations[position]):
-                    inputs[row, :size], targets[row, :size] = alter(inputs[row, :size], targets[row, :size], number)
+                    alter_in_place(alter, inputs, targets, (row, slice(size)), number)
             tested = part.position[:1] if tests.shared else part.position
             rows, buffers = map(
                 torch.stack, zip(*(tests.model_of(members[position]) for position in tested), strict=True)
@@ -184,7 +185,7 @@ class StackedTests:
             yield part, self._test(rows, buffers, inputs, targets, block.weights[0] > 0, correct)
 
     def _test(
-        self, rows: Tensor, buffers: Tensor, inputs: Tensor, targets: Tensor, inside: Tensor, correct: Correct | None
+        self, rows: Tensor, buffers: Tensor, inputs: Inputs, targets: Tensor, inside: Tensor, correct: Correct | None
     ) -> Tensor:
         """Test k models on m batches each. Return the three sums of each batch, [k * m, 3].
 
@@ -195,7 +196,8 @@ class StackedTests:
             correct: see `__call__`.
         """
         learning, shape = self._task.learning_task, inside.shape
-        of_models, targets = inputs.flatten(0, 1).unflatten(0, (len(rows), -1)), targets.flatten(0, 1)
+        of_models = on_each(lambda tensor: tensor.flatten(0, 1).unflatten(0, (len(rows), -1)), inputs)
+        targets = targets.flatten(0, 1)
         parameters, of_buffers = self._module.views(rows), self._module.unpack_buffers(buffers)
         outputs = self._module.outputs(parameters, of_buffers, of_models).flatten(0, 1)
         counts, wide = counts_of(learning), wide_dtype(rows.device)
@@ -207,6 +209,10 @@ class StackedTests:
             hits = correct(outputs, targets).reshape(*shape, -1).sum(2, dtype=wide)
         sums = torch.stack([losses, hits, answers], 2)
         return torch.where(inside.unsqueeze(2), sums, 0).sum(1)
+
+
+def _copy_at(tensor: Tensor, index: int) -> Tensor:
+    return tensor[index].clone()
 
 
 def require_equal_outputs(task: RunTask, trials: Trials, stacked: StackedModule, *, merged: bool) -> None:
@@ -227,14 +233,17 @@ def require_equal_outputs(task: RunTask, trials: Trials, stacked: StackedModule,
         for model, batch in (0, 0), (1, 1), (0, 1):
             layout.write(two.rows[model], module)
             layout.write_buffers(two.buffers[model], module)
-            expected.append(module(two.inputs[batch].clone()))
+            expected.append(outputs_of(module, on_each(_copy_at, two.inputs, batch)))
     is_joint = joint_of(task.learning_task)
     if is_joint is not None and is_joint(expected[0], two.targets[0]):
         raise not_stackable("the loss of a batch is one number")
+    of_one = on_each(lambda tensor: tensor.flatten(0, 1).unsqueeze(0), two.inputs)
     with DataDependenceCheck() if merged else contextlib.nullcontext():
         own, shared = (
-            stacked.outputs(stacked.views(two.rows[:k]), stacked.unpack_buffers(two.buffers[:k]), inputs.clone())
-            for k, inputs in ((2, two.inputs), (1, two.inputs.flatten(0, 1).unsqueeze(0)))
+            stacked.outputs(
+                stacked.views(two.rows[:k]), stacked.unpack_buffers(two.buffers[:k]), on_each(Tensor.clone, inputs)
+            )
+            for k, inputs in ((2, two.inputs), (1, of_one))
         )
     if differ(start, module) or global_states(task.device) != generators:
         raise not_stackable("a forward pass in evaluation mode changes attributes, or draws random numbers")

@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from fedsim.clients.adapters import TrainFunction
+from fedsim.core.model_inputs import Inputs
 from fedsim.errors import ExperimentError
 from fedsim.training.batches import Batches
 from fedsim.training.local_training import LocalModel
@@ -44,7 +45,7 @@ class RoundBatches:
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         if self._begun:
             raise ExperimentError(
                 "local.algorithm: the function iterates over its batches twice; iterate once, and use local.epochs to "
@@ -53,7 +54,7 @@ class RoundBatches:
         self._begun = True
         return self._reader
 
-    def _read(self) -> Generator[tuple[Tensor, Tensor], None, None]:
+    def _read(self) -> Generator[tuple[Inputs, Tensor], None, None]:
         for step, (inputs, targets) in enumerate(self._batches):
-            with self._masks(step, len(inputs)):
+            with self._masks(step, len(targets)):
                 yield inputs, targets

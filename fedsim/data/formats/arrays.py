@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +13,7 @@ from fedsim.data.columns import DataColumn, data_path, require_finite, samples_o
 from fedsim.data.drawn_tests import split_test
 from fedsim.data.encoding import target_numbers
 from fedsim.data.sources import PICKLES, dataset
-from fedsim.data.tensors import TensorData
+from fedsim.data.tensors import TensorData, by_name
 from fedsim.errors import DataError, ExperimentError, show
 from fedsim.system.devices import require_memory
 
@@ -31,8 +33,9 @@ def arrays(*, path: str, test_fraction: ProperFraction = 0.2) -> tuple[TensorDat
     """Arrays in a `.npz` file, or tensors in a `.safetensors` file.
 
     The arrays are `inputs` [n, ...], `targets` [n, ...] and, if the file has test samples, `test_inputs` and
-    `test_targets` (or `x_train`, `y_train`, `x_test`, `y_test` as in Keras, and other usual names). Without test
-    samples, validation samples such as `val_images` and `val_labels` (MedMNIST) are used for tests. Every other array
+    `test_targets` (or `x_train`, `y_train`, `x_test`, `y_test` as in Keras, and other usual names). Several inputs are
+    called `inputs.NAME`, such as `inputs.image`, or `inputs.0`, `inputs.1`, ... by position. Without test samples,
+    validation samples such as `val_images` and `val_labels` (MedMNIST) are used for tests. Every other array
     has shape [n] and contains the owner of each sample, for the partition `natural`. uint8 inputs are divided by 255,
     and those of shape [n, height, width] get one channel. Images [n, height, width, channels] become [n, channels,
     height, width] if only the last axis can contain channels (see `data.channels`). Targets that are text become class
@@ -53,7 +56,7 @@ def arrays(*, path: str, test_fraction: ProperFraction = 0.2) -> tuple[TensorDat
     >>> train.inputs.shape, len(test), list(train.ids)
     (torch.Size([8, 3]), 2, ['user'])
     """
-    stored = _read(path)
+    stored = _with_several_inputs(_read(path), path)
     parts = {role: [name for name in names if name in stored] for role, names in NAMES.items()}
     for role, names in parts.items():
         if len(names) > 1:
@@ -72,8 +75,8 @@ def arrays(*, path: str, test_fraction: ProperFraction = 0.2) -> tuple[TensorDat
             )
     values = {role: stored.pop(name) for role, names in parts.items() for name in names}
     for role in ("inputs", "test_inputs"):
-        if role in values:
-            require_finite(values[role], f"{path}: {role}")
+        for name, array in (by_name(values[role]) or {"": values[role]}).items() if role in values else ():
+            require_finite(array, f"{path}: {role}.{name}".rstrip("."))
     columns = {role: DataColumn(array, f"{path}: {role}") for role, array in values.items() if "targets" in role}
     targets, are_names = target_numbers([columns.pop("targets")], list(columns.values()))
     n = len(values["targets"])
@@ -90,6 +93,21 @@ def arrays(*, path: str, test_fraction: ProperFraction = 0.2) -> tuple[TensorDat
     if "test_inputs" not in values:
         return split_test(train, test_fraction, path, are_classes=are_names)
     return train, samples_of(values["test_inputs"], targets[n:], {}, path)
+
+
+def _with_several_inputs(stored: Mapping[str, np.ndarray], path: str) -> dict[str, Any]:
+    """Return the arrays of a file, where arrays such as inputs.NAME become one dict, or a tuple if NAME is a number."""
+    known = [f"{name}." for role, names in NAMES.items() if role.endswith("inputs") for name in names]
+    several = dict[str, dict[str, np.ndarray]]()
+    for name in [name for name in stored if name.startswith((*known,))]:
+        several.setdefault(name.partition(".")[0], {})[name.partition(".")[2]] = stored[name]
+    arrays: dict[str, Any] = {name: array for name, array in stored.items() if not name.startswith((*known,))}
+    for role, parts in several.items():
+        if role in arrays:
+            raise DataError(f"{path}: has an array {role} and an array {role}.{next(iter(parts))}; keep only one")
+        by_position = all(name.isdecimal() for name in parts)
+        arrays[role] = tuple(parts[name] for name in sorted(parts, key=int)) if by_position else parts
+    return arrays
 
 
 def _read(path: str) -> dict[str, np.ndarray]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fedsim.core.numbers import ProperFraction
 from fedsim.data.columns import data_path, parts_of, warn_of_unused
-from fedsim.data.encoding import Names, table_of, train_and_test
+from fedsim.data.encoding import InputNames, Names, table_of, train_and_test
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, one_line, show
@@ -29,7 +29,7 @@ def huggingface(
     train: str | None = None,
     test: str | None = None,
     target: str | None = None,
-    inputs: Names | None = None,
+    inputs: InputNames | None = None,
     ids: Names | None = None,
     standardize: bool = False,
     split: str | None = None,
@@ -50,7 +50,8 @@ def huggingface(
             or without such a split, a fraction `test_fraction` of the training samples that is drawn at random. The
             draw is the same for every seed.
         target: column of the targets. Unset: the only column called label, labels, target, targets or y.
-        inputs: columns of the inputs. Unset: all columns except the target and `ids`.
+        inputs: columns of the inputs, or those of several inputs by name, such as {"input_ids": "input_ids",
+            "attention_mask": "attention_mask"}. Unset: all columns except the target and `ids`.
         ids: columns that contain the owner of each sample, for the partition `natural`.
         split: column with the part of each sample (train, test, ...), if there is no other test part. Unset: the column
             called split, if all of its values are names of parts.

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from fedsim.core.numbers import ProperFraction
 from fedsim.data.columns import NUMBERING, TARGETS, data_path, require_different_names, unreadable
-from fedsim.data.encoding import NOBODY, DataTable, Names, train_and_test
+from fedsim.data.encoding import NOBODY, DataTable, InputNames, Names, names_in, train_and_test
 from fedsim.data.formats.number_signs import Signs, require_one_text_per_number
 from fedsim.data.formats.worker_files import files_of_parts, natural_order
 from fedsim.data.partitions.ids import NUMBER
@@ -38,7 +38,7 @@ def table(
     path: str,
     test_path: str | None = None,
     target: str | None = None,
-    inputs: Names | None = None,
+    inputs: InputNames | None = None,
     ids: Names | None = None,
     standardize: bool = False,
     delimiter: str | None = None,
@@ -62,8 +62,9 @@ def table(
         test_path: file of the test samples, or a folder with those of each worker. Unset: a fraction `test_fraction` of
             the samples in `path` is drawn at random. The draw is the same for every seed, and stratified by class.
         target: column of the targets. Unset: the only column called label, labels, target, targets or y.
-        inputs: columns of the inputs. Unset: all columns except the target, `ids` and row numbers. A column of row
-            numbers is called id or index, or has no name, and contains a different integer in each row.
+        inputs: columns of the inputs, or those of several inputs by name, such as {"vitals": ["age", "pulse"],
+            "scan": "pixels"}. Unset: all columns except the target, `ids` and row numbers. A column of row numbers is
+            called id or index, or has no name, and contains a different integer in each row.
         ids: columns that contain the owner of each sample (such as a user), for the partition `natural`. Unset: the
             named index of a data frame that was written to a Parquet file. The test file does not need these columns.
         split: column with the part of each sample (train, test, ...), if there is no other test part. Unset: the column
@@ -107,7 +108,7 @@ def table(
     def is_text(name: str) -> bool:
         if inputs is None or is_target(name):
             return name in no_inputs
-        return name not in ([inputs] if isinstance(inputs, str) else inputs)
+        return name not in names_in(inputs)
 
     def read(files: Mapping[str, str], is_text: Callable[[str], bool]) -> list[DataTable]:
         ordered = [name for name in names if name in files]
