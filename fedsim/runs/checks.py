@@ -343,11 +343,12 @@ def _check_augmentations(experiment: Experiment, inputs: Inputs, train: TensorDa
     device = leaves(inputs)[0].device
     arguments = {"draws": Draws.of("check", seed=0, device=device), "generator": torch_generator(0, "check")}
     for table in experiment.data.augment:
-        start = f"data.augment = {show(table.name)}: does not work on inputs of shape {shapes_of(inputs)}: "
+        place = f"data.augment = {show(table.name)}:"
+        start = f"{place} does not work on inputs of shape {shapes_of(inputs)}: "
         with _errors_of_user_code(start.__add__):
             if "normalisation" in table.component.takes:
                 arguments["normalisation"] = train.normalisation
-            inputs = on_image(table.component, on_each(Tensor.clone, inputs), "it", arguments)
+            inputs = on_image(table.component.__call__, on_each(Tensor.clone, inputs), place, arguments)
 
 
 def _check_labels(train: TensorData, test: TensorData) -> None:

@@ -405,7 +405,7 @@ class BatchSource:
             arguments: dict[str, Any] = {name: at(step) for name, at in for_transforms.items()}
             arguments["normalisation"] = normalisation
             for transform in transforms:
-                inputs = on_image(transform, inputs, "an augmentation or the partition", arguments)
+                inputs = on_image(transform.__call__, inputs, "partition.name: the transform", arguments)
             if poison is not None:
                 arguments = {name: at(step) for name, at in for_poison.items()}
                 arguments |= {"inputs": inputs, "targets": targets, "classes": classes}

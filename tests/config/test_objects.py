@@ -127,7 +127,7 @@ def test_a_pair_of_datasets_is_a_data_set(short, pair):
     ids=["tensors", "list of tensors", "arrays", "samples", "dicts"],
 )
 def test_pairs_of_arrays_and_lists_of_samples_are_data_sets(short, pair, form):
-    train, test = (form(*part.tensors.values()) for part in pair)
+    train, test = (form(*part.tensors) for part in pair)
     result = fedsim.run({**short, "data": (train, test)})
     assert same(result, fedsim.run({**short, "data": pair}))
     assert same(result, fedsim.run({**short, "data": lambda root: (train, test)}))

@@ -115,7 +115,7 @@ def test_floating_targets_have_the_precision_of_a_run():
 
 
 SEQUENCES = [(torch.arange(length), length % 2) for length in (3, 5, 4)]
-DICTS = [{"input_ids": [1, 2, 3], "mask": [1, 1, 0], "label": 1}]
+DICTS = [{"input_ids": [1, 2, 3], "target": 0, "label": 1}]
 
 
 class Frame:
@@ -143,7 +143,7 @@ class Frame:
         ),
         (
             DICTS,
-            r"sample 0 has the keys input_ids, mask, label; each sample must be a pair \(input, target\), .*sample\[",
+            r"sample 0 has the keys input_ids, target, label; each sample must be a pair \(input, target\), .*sample\[",
         ),
         (Frame(), "the Frame object contains columns, not samples; pass data=.*to_numpy"),
         ((Frame(), np.zeros(3)), "inputs: must be a tensor or an array .*, not a Frame; convert .* with .to_numpy"),

@@ -46,7 +46,7 @@ CASES = {
         for name in (
             *("plain averaging", "uneven shards", "local steps", "momentum, weight decay", "worker state and messages"),
             *("gradients first, then parameters", "dropout", "a rule with data of the server's own"),
-            *("a character LSTM", "a transformer with dropout"),
+            *("a character LSTM", "a transformer with dropout", "several inputs by name"),
         )
     },
     "drop_last": {**UNEVEN, "local": {"batch_size": 16, "drop_last": True, "epochs": 2}},

@@ -17,6 +17,7 @@ SOME = {**UNEVEN, "workers": 5, "cohort": 3}
 GROUPED = {**UNEVEN, "workers": 7, "cohort": 5, "rounds": 4, "groups": [0, 1, 1, 2, 2, 2, 0], "group_rounds": 2}
 NET = {"model": "net", "data": "tests.components:cropped"}  # small images, on which it is quick
 NORMALISED = {"model": "tests.models:Normalised"}
+SEVERAL = {"data": "tests.several_inputs:samples", "model": "tests.several_inputs:Joint"}
 NAN_LEFT_OUT = {"attack": {"name": "nan", "fraction": 0.3}, "aggregate": {"nonfinite": "exclude"}}
 
 
@@ -193,6 +194,14 @@ TASKS = {
         **{"task": {"name": "classification", "class_weights": "balanced"}, "partition": "tests.components:uneven"},
         "data": {"name": "tests.components:tiny", "validation_fraction": 0.2, "stratify": True},
     },
+    "several inputs by name": {**SEVERAL, **UNEVEN, "metrics": ["macro_f1"]},
+    "several inputs, and clipped gradients of samples": {**SOME, **SEVERAL, **by("dp_sgd", clip=0.1, noise=0.2)},
+    "several inputs, and full gradients": {**SOME, **SEVERAL, **by("mimelite", drop_last=True)},
+    "several inputs by position, augmented and poisoned": {
+        "data": {"name": "tests.several_inputs:samples", "by_position": True, "augment": ["flip"]},
+        **{"model": "tests.several_inputs:JointWithObject", **ATTACKED},
+        "attack": {"name": "backdoor", "fraction": 0.3},
+    },
     "clients with their own test samples": {
         **{"data": "tests.components:clients", "model": {"name": "mlp", "hidden": [7]}, "partition": "natural"},
         **{"workers": 7, "cohort": 3, "worker_evaluation": {"every": 1, "fine_tune": 1}},
@@ -321,6 +330,10 @@ TOGETHER = (  # cases that share an experiment by default; each case alone is a 
     ("low-rank adapters", "a loss of whole batches"),
     ("an adaptive server", "weighted classes"),
     ("clients with their own test samples",),
+    ("several inputs by name",),
+    ("several inputs, and clipped gradients of samples",),
+    ("several inputs, and full gradients",),
+    ("several inputs by position, augmented and poisoned", "drawn local work"),
     ("drawn local work", "buffers kept by workers"),
     ("numbers that differ between workers",),
     ("groups",),

@@ -18,6 +18,7 @@ from torch import Tensor
 import fedsim
 from fedsim.clients import PersonalModel, lr_schedule
 from fedsim.core.learning_task import correct_of, counts_of
+from fedsim.core.model_inputs import on_each, outputs_of
 from fedsim.errors import FedsimError, FedsimWarning
 from tests.foreign import WALKED, foreign
 from tests.fuzz.draw import OWNERS, Settings, is_runnable, refusal
@@ -151,7 +152,7 @@ def _tested(
     task, dtype = experiment.task.component, next(model.parameters()).dtype
     inputs, targets = data.gather(torch.arange(len(data)) if positions is None else positions)
     with torch.no_grad(), torch.random.fork_rng():
-        outputs = model(inputs.to(dtype) if inputs.is_floating_point() else inputs)
+        outputs = outputs_of(model, on_each(lambda x: x.to(dtype) if x.is_floating_point() else x, inputs))
         counts, correct = counts_of(task), correct_of(task)
         answers = len(targets) if counts is None else max(1, int(counts(targets).sum()))
         accuracy = None if correct is None else float(correct(outputs, targets).sum()) / answers

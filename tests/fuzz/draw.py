@@ -26,6 +26,7 @@ from fedsim.aggregation.rule import pre_aggregator
 from fedsim.config import schema
 from fedsim.config.load import load_experiment, with_data
 from fedsim.core.base_table import ComponentTable, Table
+from fedsim.core.model_inputs import Inputs, leaves
 from fedsim.core.registry import Registration, Registry
 from fedsim.core.training import check_outputs
 from fedsim.data import TensorData
@@ -47,7 +48,10 @@ DATA: list[Settings] = [  # of each kind of inputs and targets
     {"data.name": "tests.components:one_table"},
     {"data.name": "tests.real_models:noise", "data.shape": [3, 8, 8], "data.classes": 3},
     {"data.name": "tests.other_tasks:planes"},
+    {"data.name": "tests.several_inputs:samples"},
+    {"data.name": "tests.several_inputs:samples", "data.by_position": True},
 ]
+MODELS = [*models, *(models.get(f"tests.several_inputs:{name}") for name in ("Joint", "JointWithObject"))]
 TEXT: list[Settings] = [{"data.name": "tests.real_models:text"}, {"data.name": "tests.other_tasks:counting"}]
 LARGEST_DATA, LARGEST_MODEL = 2_000, 300_000  # numbers of training samples, and of parameters
 SET_BY_PROPERTIES = {  # keys of every draw, keys that say where a run is computed or what it writes, and names of files
@@ -100,7 +104,7 @@ def draw(rng: random.Random, wanted: Sequence[str] = ()) -> tuple[Settings, str 
     weighted = [group for group in GROUPS for _ in range(WEIGHT if group in OFTEN else 1)]
     groups = list(dict.fromkeys(rng.choices(weighted, k=rng.randint(2, 5))))
     groups = groups if rng.random() < 0.5 else list(dict.fromkeys(["local", *groups]))
-    if _samples(_data_of(settings))[1].ndim != 4:  # augmentations are of images
+    if all(tensor.ndim != 4 for tensor in leaves(_samples(_data_of(settings))[1])):  # augmentations are of images
         groups = [group for group in groups if group != "data.augment"]
     for group in groups:
         settings = _with_group(rng, group, settings, wanted)[0]
@@ -211,7 +215,7 @@ def _data_of(settings: Settings) -> str:
 
 
 @functools.cache
-def _samples(data: str) -> tuple[int, torch.Tensor, torch.Tensor, int]:
+def _samples(data: str) -> tuple[int, Inputs, torch.Tensor, int]:
     """Return the number of training samples of a data set, some of them, and the number of classes."""
     train, test = loaded(json.loads(data))
     inputs, targets = train.gather(torch.arange(min(16, len(train))))
@@ -235,7 +239,7 @@ def _fitting_model(rng: random.Random, data: Settings) -> Settings:
 def _fitting(data: str) -> list[tuple[Registration, Registration]]:
     """Return the models and tasks that work on a data set."""
     table, rng, pairs = json.loads(data), random.Random(0), {}
-    for registration in models:
+    for registration in MODELS:
         for _ in range(TRIES):  # with different parameters, which may not fit each other
             module = _built(registration, _small_model(rng, registration, _sizes(table)))
             works = [task for task in schema.Task.registry if module and _works(module, task, table)]
@@ -245,7 +249,8 @@ def _fitting(data: str) -> list[tuple[Registration, Registration]]:
 
 def _sizes(data: Settings) -> dict[str, int]:
     """Return the parameters of models that depend on the data."""
-    _, inputs, targets, classes = _samples(json.dumps(data))
+    _, several, targets, classes = _samples(json.dumps(data))
+    inputs = leaves(several)[0]
     words = 0 if inputs.is_floating_point() else int(inputs.max()) + 1
     columns = targets.shape[1] if targets.is_floating_point() and targets.ndim > 1 else 1
     channels = inputs.shape[1] if inputs.ndim > 2 else 1

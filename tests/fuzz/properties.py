@@ -20,6 +20,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import getitem
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,6 +34,7 @@ from fedsim.cli.rule_replay import load_round, replay, stored_rounds
 from fedsim.clients import UpdateCorrection
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment, with_data
+from fedsim.core.model_inputs import on_each, outputs_of, split_inputs
 from fedsim.core.randomness import batch_order, draw_key
 from fedsim.errors import FedsimError
 from fedsim.records.record import LARGEST
@@ -439,7 +441,7 @@ def _plain(experiment: Experiment, batches: Callable[[int], Iterator[Any]], trai
                 if steps == local.steps:
                     break
                 optimizer.zero_grad()
-                _loss(experiment, model(inputs), targets, trained).backward()
+                _loss(experiment, outputs_of(model, inputs), targets, trained).backward()
                 if local.clip_norm is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), local.clip_norm)
                 optimizer.step()
@@ -463,8 +465,12 @@ def _decomposes(experiment: Experiment, batch: Any) -> bool:
     """Whether the loss of a batch is the mean over its samples, as it is not with BatchNorm or padded tokens."""
     with torch.no_grad(), torch.random.fork_rng():
         model, loss = experiment.model.component().double().train(), experiment.task.component.loss
-        inputs, targets = (part[: len(part) // 2 * 2] for part in batch)
-        whole, by_two = model(inputs), torch.cat([model(two) for two in inputs.split(2)])
+        even = slice(len(batch[1]) // 2 * 2)
+        inputs, targets = (on_each(getitem, part, even) for part in batch)
+        whole, by_two = (
+            outputs_of(model, inputs),
+            torch.cat([outputs_of(model, two) for two in split_inputs(inputs, 2)]),
+        )
         drawn = torch.randn_like(whole)  # a new model may have the same loss for all targets
         parts = [loss(two, of_two) for two, of_two in zip(drawn.split(2), targets.split(2), strict=True)]
         apart = max(distance(whole, by_two), abs(float(loss(drawn, targets) - sum(parts) / len(parts))))

@@ -106,7 +106,7 @@ def test_overlapping_windows_share_one_tensor_of_bytes(plays):
     positions = torch.arange(0, len(train), 9991)
     expected = train.gather(positions)
     rest, held_out, _ = split_validation(train, 0.25, seed=0)
-    share([tensor for part in (rest, held_out, train, test) for tensor in part.tensors])
+    share([tensor for part in (rest, held_out, train, test) for tensor in part.tensors.values()])
     parts = (train, test, rest, held_out)
     assert len({part.inputs.untyped_storage().data_ptr() for part in parts}) == 1
     assert train.inputs.untyped_storage().nbytes() < 1.1 * (characters + 8 * sum(2 * len(part) for part in parts))
