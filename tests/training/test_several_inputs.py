@@ -116,7 +116,7 @@ def test_private_gradients_are_those_of_single_samples():
 def test_the_patch_of_a_backdoor_is_on_the_image():
     attack = fedsim.byzantine.attack_strategy.get("backdoor").target(size=2, poisoned=1.0, value=9.0, target=1)
     inputs, targets = samples(None)[0].gather(torch.arange(5))
-    poisoned, labels = attack.poison(inputs, targets, CLASSES, fedsim.Draws.of(0, "test"))
+    poisoned, labels = attack.poison(inputs, targets, CLASSES, fedsim.Draws.of("test", seed=0))
     assert (poisoned["image"][:, 0, -2:, -2:] == 9).all()
     assert torch.equal(poisoned["image"][:, :, :4], inputs["image"][:, :, :4])
     assert all(torch.equal(poisoned[name], inputs[name]) for name in ("table", "words"))
