@@ -84,12 +84,12 @@ def run(
         stack.enter_context(data_loaded_once())
         if is_stored:
             stack.enter_context(reading_stored_run())
-        experiment = under_launcher(load_experiment(source, overrides, allow_imports=allow_imports))
+        with status_line("checking the experiment and its data"):
+            experiment = under_launcher(load_experiment(source, overrides, allow_imports=allow_imports))
+            experiment = experiment if dry_run else with_data(experiment)
         if dry_run:
             _check(experiment)
             return
-        with status_line("loading the data set"):
-            experiment = with_data(experiment)
         main = engines.get(experiment.engine).target.is_main()
         chosen = resume or out or (None if main else Path(experiment.name))  # only the main process writes
         folder = chosen or stack.enter_context(new_folder(experiment.name))
@@ -165,8 +165,8 @@ def privacy(
         from fedsim.cli.privacy_plan import privacy_plan
         from fedsim.config.load import load_experiment
 
-        experiment = load_experiment(source, overrides, allow_imports=allow_imports)
         with status_line("computing epsilon"):
+            experiment = load_experiment(source, overrides, allow_imports=allow_imports)
             lines = privacy_plan(experiment, target_epsilon)
         for topic, text in lines:
             _print(topic, text)
