@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
+import torch.backends.opt_einsum  # PyTorch 2.6 does not import it
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
