@@ -141,13 +141,15 @@ def compare(
         folders = [Path(word) for word in all_words if _is_comparison(word)]
         if not folders:
             source, changes = source_and_overrides(all_words, context)
-    with errors_as_lines("fedsim.comparison"):
+    with errors_as_lines("fedsim.comparison"), contextlib.ExitStack() as stack:
         from fedsim.comparison import plan_comparison
         from fedsim.comparison.folder import Shard
         from fedsim.comparison.labels import labels_of
         from fedsim.comparison.rows import ComparisonSettings
         from fedsim.comparison.typeset import TABLES
+        from fedsim.data.sources import data_loaded_once
 
+        stack.enter_context(data_loaded_once())
         if (table or label) and (quiet or shard):
             raise ExperimentError("--table and --label: no table is printed with --quiet or --shard; omit them")
         table = table or "text"
@@ -208,13 +210,14 @@ def _list_runs(plan: ComparisonPlan, part: Shard | None, *, skip_invalid: bool) 
     from fedsim.comparison.axes import describe_point
     from fedsim.comparison.runner import check_runs
     from fedsim.runs.launch import check_copies
+    from fedsim.runs.session import Session
 
     planned = part.of(plan) if part else plan.runs
     if not part:
         check_copies(run.experiment for run in planned)
     if not skip_invalid:
-        with status_line("checking the runs"):
-            check_runs(planned, to_run=False)
+        with status_line("checking the runs"), Session() as session:
+            check_runs(planned, session, to_run=False)
     print("\n".join(f"{run.id}: {describe_point(run.point)}" for run in planned))
     for line in plan.left_out:
         print(f"left out: {line}")

@@ -100,9 +100,9 @@ def distinct(runs: Iterable[PlannedRun], key: Callable[[Experiment], Any]) -> It
     return {canonical(key(run.experiment)): run for run in runs}.values()
 
 
-def run_here(planned_runs: Iterable[Job], on_round: OnRound, on_end: OnEnd) -> None:
-    """Execute the runs one after another in this process. See `run_in_jobs` for the arguments."""
-    with sole_use_of_generators(for_run=True), Session() as session:
+def run_here(planned_runs: Iterable[Job], session: Session, on_round: OnRound, on_end: OnEnd) -> None:
+    """Execute the runs one after another in this process and session. See `run_in_jobs` for the other arguments."""
+    with sole_use_of_generators(for_run=True):
         for planned, experiment, folder in planned_runs:
             on_end(planned, attempt(experiment, folder, session, partial(on_round, planned)))
 

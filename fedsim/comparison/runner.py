@@ -52,6 +52,7 @@ from fedsim.comparison.tables import (
 from fedsim.config.engines import traits_of
 from fedsim.config.experiment import Experiment
 from fedsim.config.validation import warnings_about, warnings_about_objects
+from fedsim.data.sources import data_loaded_once
 from fedsim.errors import ExperimentError, FedsimWarning, RecordError, SettingWarning, one_line, show
 from fedsim.processes.child_process import exit_if_imported_by_child
 from fedsim.records.formatting import key_name
@@ -129,11 +130,11 @@ def compare(
     settings = ComparisonSettings(
         target=target, tune=tune, worst=worst, metric=metric, skip_invalid=skip_invalid or None, heatmap=heatmap
     )
-    try:
-        planned = plan_comparison(experiment, plan, (), settings, allow_imports=allow_imports, **changes)
-    except ExperimentError as error:
-        raise without_inner_frames(error) from error.__cause__
-    with contextlib.ExitStack() as stack:
+    with data_loaded_once(), contextlib.ExitStack() as stack:
+        try:
+            planned = plan_comparison(experiment, plan, (), settings, allow_imports=allow_imports, **changes)
+        except ExperimentError as error:
+            raise without_inner_frames(error) from error.__cause__
         folder = user_path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         display = stack.enter_context(display_of(None if out is None else folder, progress))
         return run_comparison(planned, folder, jobs, display, keeps_folder=out is not None)
@@ -174,35 +175,39 @@ def run_comparison(
     if jobs != 1:
         exit_if_imported_by_child()  # a child process would find the folder locked by its parent
     unfinished = ComparisonRecords(path, plan).unfinished(shard)
-    check_runs(unfinished, to_run=True, skip_invalid=bool(plan.settings.skip_invalid))  # before the folder exists
     formats = _formats(plan) if keeps_folder and shard is None else []
-    with ComparisonFolder(path, plan) as folder, Painter(formats, callback.on_drawing) as painter:
+    with contextlib.ExitStack() as stack:
+        session = stack.enter_context(Session())
+        # before the folder exists
+        check_runs(unfinished, session, to_run=True, skip_invalid=bool(plan.settings.skip_invalid))
+        folder = stack.enter_context(ComparisonFolder(path, plan))
+        painter = stack.enter_context(Painter(formats, callback.on_drawing))
         plan, todo = folder.plan, folder.unfinished(shard)
         jobs = min(jobs or default_jobs(plan, todo), max(1, len(todo)))
         _warn(todo, plan.settings.metric, keeps_folder=keeps_folder)
         callback.on_start(plan, todo, jobs)
-        _run(todo, jobs, folder, callback, one_process=jobs > 1 and not plan.engine_chosen)
+        _run(todo, jobs, session, folder, callback, one_process=jobs > 1 and not plan.engine_chosen)
         if shard is not None:
             return Comparison(plan.name, plan.axes, list(map(folder.result, shard.of(plan))), plan.settings, path)
         return summarised(folder, painter if keeps_folder else None)
 
 
-def check_runs(runs: Sequence[PlannedRun], *, to_run: bool, skip_invalid: bool = False) -> None:
+def check_runs(runs: Sequence[PlannedRun], session: Session, *, to_run: bool, skip_invalid: bool = False) -> None:
     """Raise ExperimentError if one of the runs is impossible with its data, for example with the partition of its seed.
 
     Args:
         runs: the runs to check.
+        session: session that keeps the data for the runs.
         to_run: whether to check on the device of the run, and to download missing data; see `check_run`.
         skip_invalid: whether only missing data is an error. Impossible runs then fail when they start.
     """
     problems: dict[str, list[dict[str, Any]]] = {}  # maps an error line to the points with this error
-    with Session() as session:
-        for run in runs:
-            try:
-                check_run(run.experiment, session, to_run=to_run)
-            except ExperimentError as error:
-                for line in error.lines:
-                    problems.setdefault(line, []).append(run.point)
+    for run in runs:
+        try:
+            check_run(run.experiment, session, to_run=to_run)
+        except ExperimentError as error:
+            for line in error.lines:
+                problems.setdefault(line, []).append(run.point)
     if problems and not skip_invalid:
         raise ExperimentError(*(with_points(line, affected, len(runs)) for line, affected in problems.items()))
 
@@ -243,7 +248,13 @@ def _warn(runs: Sequence[PlannedRun], metric: str | None, *, keeps_folder: bool)
 
 
 def _run(
-    runs: Sequence[PlannedRun], jobs: int, folder: ComparisonFolder, callback: Callback, *, one_process: bool
+    runs: Sequence[PlannedRun],
+    jobs: int,
+    session: Session,
+    folder: ComparisonFolder,
+    callback: Callback,
+    *,
+    one_process: bool,
 ) -> None:
     def on_end(run: PlannedRun, error: str | None) -> None:
         if error is not None:
@@ -261,8 +272,9 @@ def _run(
         experiment = run.experiment.model_copy(update={"processes": 1}) if one_process else run.experiment
         planned_runs.append(Job(run, experiment, folder.run_folder(run)))
     if jobs == 1:
-        run_here(planned_runs, callback.on_round, on_end)
+        run_here(planned_runs, session, callback.on_round, on_end)
     else:
+        session.close()  # each job loads the data itself
         run_in_jobs(planned_runs, jobs, callback.on_round, on_end, on_retry)
 
 

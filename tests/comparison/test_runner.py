@@ -4,12 +4,14 @@ import multiprocessing
 import re
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
 import fedsim
 from fedsim.comparison import Callback, plan_comparison, run_comparison, runner
 from fedsim.comparison.jobs import default_jobs, job_bytes
+from fedsim.data import sources
 from fedsim.errors import SettingWarning
 from tests import components
 
@@ -101,6 +103,21 @@ def test_every_seed_is_checked_with_its_data_before_the_first_run(quick, tmp_pat
     assert sum(1 if seed else int(more) for pairs in listed for seed, more in pairs) == len(bad)
     assert not (tmp_path / "x").exists()
     assert not fedsim.compare(tables, {"seed": good[:2]}, tmp_path / "y", 1).failed
+
+
+def test_a_data_set_is_loaded_once_for_the_plan_the_checks_and_all_runs(tmp_path, monkeypatch):
+    """The plan needs the data for the model and the number of workers."""
+    rng, names = np.random.default_rng(0), []
+    arrays = {"inputs": rng.normal(size=(40, 3)), "targets": rng.integers(0, 2, 40), "ids": np.arange(40) % 4}
+    np.savez(tmp_path / "data.npz", **arrays)
+    load = sources.load_dataset
+    monkeypatch.setattr(
+        sources, "load_dataset", lambda name, *rest, **params: names.append(name) or load(name, *rest, **params)
+    )
+    tables = {"data": {"name": "npz", "path": str(tmp_path / "data.npz")}, "partition": "natural", "engine": "serial"}
+    compared = fedsim.compare({**tables, "rounds": 1}, {"seed": [0, 1]}, jobs=1)
+    assert not compared.failed
+    assert len(names) == 1
 
 
 def test_only_unfinished_and_failed_runs_are_repeated(serial, tmp_path, monkeypatch):
