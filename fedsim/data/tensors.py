@@ -99,6 +99,8 @@ class TensorData(Dataset):
         if isinstance(self.inputs, (Mapping, list)):
             inputs = dict(self.inputs) if isinstance(self.inputs, Mapping) else tuple(self.inputs)
             object.__setattr__(self, "inputs", inputs)
+        if not len(leaves(self.inputs)):
+            raise ValueError(f"inputs = {self.inputs}: must contain at least one tensor")
         if wrong := [len(tensor) for tensor in leaves(self.inputs) if len(tensor) != len(self.targets)]:
             raise ValueError(
                 f"there are {wrong[0]} inputs, but {len(self.targets)} targets; each input needs one target"
@@ -179,12 +181,12 @@ class TensorData(Dataset):
         scaled = self._is_scaled(raw)
         plain = (self.scale == 1.0 and not self.shift) or not scaled
         dtype = self.dtype if scaled or raw.is_floating_point() else raw.dtype
+        scale, shift = self._scale_and_shift_of(tensor)
         if raw.device.type == "cpu":
             inputs = torch.empty(raw.shape, dtype=dtype, device="cpu", memory_format=_order_of(raw)).copy_(raw)
-            return inputs if plain else inputs.mul_(self._scale_and_shift[0]).add_(self._scale_and_shift[1])
+            return inputs if plain else inputs.mul_(scale).add_(shift)
         if plain:
             return raw.to(dtype)
-        scale, shift = self._scale_and_shift
         if raw.device.type != "cuda":  # some devices do not support mixed dtypes in one operation
             raw = raw.to(dtype)
         return torch.addcmul(shift, raw, scale, out=torch.empty_like(raw, dtype=dtype))
@@ -192,12 +194,14 @@ class TensorData(Dataset):
     @cached_property
     def _scale_and_shift(self) -> list[Tensor]:
         """`scale` and `shift` as tensors on the data's device, cached so that they are copied there only once."""
-        tensors = [
+        return [
             torch.tensor(values, dtype=self.dtype, device=self.targets.device) for values in (self.scale, self.shift)
         ]
-        ndim = next((tensor.ndim for tensor in leaves(self.inputs) if self._is_scaled(tensor)), 4)
+
+    def _scale_and_shift_of(self, tensor: Tensor) -> list[Tensor]:
+        """Return `scale` and `shift` with the channels in the second dimension of an input."""
         # At least one dimension, since zero-dimensional tensors do not take part in type promotion.
-        return [values.view(-1, *[1] * (ndim - 2)) for values in tensors]
+        return [values.view(-1, *[1] * (tensor.ndim - 2)) for values in self._scale_and_shift]
 
     def _is_scaled(self, tensor: Tensor) -> bool:
         """Whether `scale` and `shift` apply to an input: the only one, or one with integers from 0 to 255."""
@@ -210,8 +214,9 @@ class TensorData(Dataset):
     @property
     def normalisation(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of the pixels. For uint8 images, (sample * deviation + mean) is in [0, 1]."""
-        scale, shift = self._scale_and_shift
-        deviation = 1 / (scale * (255 if any(tensor.dtype == torch.uint8 for tensor in leaves(self.inputs)) else 1))
+        tensors = leaves(self.inputs)
+        scale, shift = self._scale_and_shift_of(max(tensors, key=lambda tensor: tensor.ndim))  # the images
+        deviation = 1 / (scale * (255 if any(tensor.dtype == torch.uint8 for tensor in tensors) else 1))
         return -shift * deviation, deviation
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TensorData:
@@ -318,7 +323,7 @@ def as_tensor_data(data: Any) -> TensorData:
     inputs = on_each(_prepared, inputs, pictures, notes)
     scale = 1 / 255 if notes else 1.0
     if not isinstance(inputs, Tensor):
-        return TensorData(inputs, targets, scale, ids=ids, assumed=(*notes,))
+        return TensorData(inputs, targets, scale, ids=ids, assumed=(*dict.fromkeys(notes),))
     if inputs.dtype == torch.bool:
         inputs = inputs.float()
     if inputs.is_floating_point() or notes:
@@ -412,6 +417,8 @@ def _columns(inputs: Any, targets: Any) -> tuple[Inputs, Tensor]:
 def _stacked(values: list[Any], kind: str = "input") -> Inputs:
     """Return the inputs of all samples as one tensor, or as several if each input is a dict or a tuple of arrays."""
     if several := by_name(values[0]):
+        if kind != "input":
+            raise DataError(f"the {kind} of sample 0 contains several inputs; it must be one number, tensor or array")
         for index, value in enumerate(values):
             if by_name(value).keys() != several.keys():
                 names = ", ".join(map(str, several))

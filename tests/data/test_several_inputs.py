@@ -42,6 +42,20 @@ def test_each_input_is_gathered_split_and_moved(by_position):
     assert (len(remaining), len(held_out)) == (TRAIN * 3 // 4, TRAIN // 4)
 
 
+@pytest.mark.parametrize("names", [("image", "flags"), ("flags", "image")])
+def test_integers_up_to_255_are_scaled_in_inputs_of_any_dimensions(names):
+    pixels = {"image": torch.arange(N * 60).reshape(N, 3, 4, 5) % 256, "flags": torch.arange(N * 3).reshape(N, 3)}
+    data = as_tensor_data(({name: pixels[name].to(torch.uint8) for name in names}, TARGETS))
+    assert data.assumed == ("uint8 inputs are divided by 255",)
+    inputs, _ = data.gather(torch.arange(N))
+    assert all(torch.allclose(inputs[name], pixels[name] / 255) for name in names)
+    per_channel = fedsim.TensorData(data.inputs, TARGETS, scale=(1.0, 2.0, 3.0), shift=(0.0, 1.0, 0.0))
+    inputs, _ = per_channel.gather(torch.arange(N))
+    for name in names:
+        assert torch.equal(inputs[name][:, 1], pixels[name][:, 1] * 2.0 + 1)
+    assert [values.shape for values in per_channel.normalisation] == [(3, 1, 1)] * 2
+
+
 def test_batches_of_a_subset_and_of_a_loader_are_equal():
     data = as_tensor_data((BY_NAME, TARGETS))
     subset = CustomSubset(data, [7, 2, 9])
@@ -140,6 +154,10 @@ def test_digests_and_shared_memory_cover_all_inputs():
 def test_lengths_and_names_are_checked():
     with pytest.raises(ValueError, match="there are 5 inputs, but 12 targets"):
         fedsim.TensorData({"input_ids": IDS, "attention_mask": MASK[:5]}, TARGETS)
+    with pytest.raises(ValueError, match="must contain at least one tensor"):
+        fedsim.TensorData({}, TARGETS)
+    with pytest.raises(DataError, match="the input words of sample 0 contains several inputs; it must be one number"):
+        as_tensor_data([({"words": BY_NAME}, 0)])
     with pytest.raises(DataError, match=r"the training samples have inputs.input_ids, inputs.attention_mask, but the"):
         fedsim.load_dataset(((BY_NAME, TARGETS), ({"input_ids": IDS}, TARGETS)))
     with pytest.raises(
