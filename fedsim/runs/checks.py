@@ -461,7 +461,8 @@ def _check_features(task: RunTask, inputs: Inputs) -> None:
     module = task.new_module().eval()
     with torch.no_grad(), recorded_features(module) as recorded:
         outputs_of(module, inputs)
-    if isinstance(inputs, Tensor) and torch.equal(recorded.of(len(inputs)), inputs.flatten(1)):
+    features = recorded.of(len(leaves(inputs)[0]))
+    if isinstance(inputs, Tensor) and torch.equal(features, inputs.flatten(1)):
         experiment = task.experiment
         raise ExperimentError(
             f"{experiment.model.setting}: has no hidden layer, but {experiment.local.setting} compares hidden "
