@@ -21,7 +21,7 @@ CASES = {  # settings, and maximum calls of functions of fedsim per worker and r
     "personal state": ({"local": {**LOCAL, "algorithm": "scaffold"}}, 18),
     "an attack": ({"attack": {"name": "sign_flipping", "fraction": 0.25}, "aggregate": "median"}, 13),
     "workers that drop out": ({"sampling": {"dropout_rate": 0.5}}, 16),
-    "compression": ({"processors": ["natural"]}, 80),
+    "compression": ({"processors": ["natural"]}, 81),
 }
 
 
