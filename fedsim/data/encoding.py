@@ -144,6 +144,8 @@ def train_and_test(
                 "list of columns to join, or to a dict of several inputs by name"
             )
     columns = names_in(inputs)
+    if isinstance(inputs, dict) and not (inputs and all(key and names for key, names in inputs.items())):
+        raise DataError(f"data.inputs = {show(inputs)}: must contain names of inputs, each with at least one column")
     if target in columns:
         raise DataError(f"data.inputs = {show(inputs)}: contains the target {show(target)}; remove it")
     sizes = [len(table.column(target).values) for table in tables]
@@ -172,7 +174,7 @@ def train_and_test(
         by = owners.get(WORKER)
         *parts, drawn_by, how = drawn_rows(targets, test_fraction, place, are_classes=are_names, workers=by, ids=owners)
         drawn = [how]
-    joint = {
+    joint = {  # the key "" stands for the only input
         key: _joined(tables, names_in(names), parts, place, errors, standardize=standardize)
         for key, names in (inputs if isinstance(inputs, dict) else {"": columns}).items()
     }

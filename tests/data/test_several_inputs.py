@@ -122,6 +122,9 @@ def test_files_of_arrays(tmp_path, by_position):
     )
     with pytest.raises(DataError, match=r"inputs\.(0|input_ids): contains NaN"):
         fedsim.load_dataset(str(tmp_path / "c.npz"))
+    np.savez(tmp_path / "d.npz", **{"inputs.0": IDS, "inputs.2": MASK}, targets=TARGETS)
+    with pytest.raises(DataError, match=r"the arrays inputs\.NUMBER have the numbers 0, 2; count from 0"):
+        fedsim.load_dataset(str(tmp_path / "d.npz"))
 
 
 def test_columns_of_tables(tmp_path):
@@ -141,6 +144,9 @@ def test_columns_of_tables(tmp_path):
     ):
         experiment = fedsim.load_experiment({"model": Joint}, [f"data={path}", *settings])
         assert experiment.data.params["inputs"] == several
+    for wrong in ({}, {"": "age", "words": "ids"}, {"table": [], "words": "ids"}):
+        with pytest.raises(DataError, match="must contain names of inputs, each with at least one column"):
+            fedsim.load_dataset((frame, frame), inputs=wrong)
     with pytest.raises(DataError, match="or to a dict of several inputs by name"):
         fedsim.load_dataset((frame, frame))
 

@@ -106,6 +106,8 @@ def _with_several_inputs(stored: Mapping[str, np.ndarray], path: str) -> dict[st
         if role in arrays:
             raise DataError(f"{path}: has an array {role} and an array {role}.{next(iter(parts))}; keep only one")
         by_position = all(name.isdecimal() for name in parts)
+        if by_position and sorted(map(int, parts)) != list(range(len(parts))):
+            raise DataError(f"{path}: the arrays {role}.NUMBER have the numbers {', '.join(parts)}; count from 0")
         arrays[role] = tuple(parts[name] for name in sorted(parts, key=int)) if by_position else parts
     return arrays
 
