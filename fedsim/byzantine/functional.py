@@ -17,6 +17,8 @@ from fedsim.hints.attributes import takes_component
 from fedsim.system.global_settings import plain_arithmetic
 from fedsim.system.precision import full_precision
 
+CALLER = 4  # stack level of the line that calls `attack`, which has two decorators
+
 
 @takes_component("attack", n_byzantine="attack.f")
 @plain_arithmetic
@@ -74,11 +76,11 @@ def attack(
             f"aggregate = {show(aggregate)}: must be a function of the updates [n, d] of all workers, such as {example}"
         )
     if line := bound.weakness(h + b, b):
-        warnings.warn(line, SettingWarning, stacklevel=2)
+        warnings.warn(line, SettingWarning, stacklevel=CALLER)
     if own_updates is None:
         if not bound.alters_rows and bound.poison is not None and b:
             line = f"{bound.name}: poisons data, not updates; train with fedsim.run, or pass own_updates"
-            warnings.warn(line, SettingWarning, stacklevel=2)
+            warnings.warn(line, SettingWarning, stacklevel=CALLER)
         own_updates = honest[torch.arange(b, device=honest.device) % h]
     with full_precision(honest.device):
         rows, _ = bound(

@@ -17,7 +17,7 @@ from fedsim.data.partitions import Transform, partition_shards, transforms_of_wo
 from fedsim.data.partitions.allocation import NO_STRATA, Strata, draw_part
 from fedsim.data.partitions.ids import Ids
 from fedsim.data.tensors import TensorData, as_pair, as_targets
-from fedsim.errors import ExperimentError
+from fedsim.errors import DataError, ExperimentError
 from fedsim.hints.attributes import takes_component
 
 # Size of a chunk: consecutive batches that are gathered and normalised in one call. On a CPU a chunk should fit in the
@@ -162,12 +162,14 @@ def dataset_split(
             defines, if any (as `feature_noise` does).
 
     Returns one CustomSubset per worker. Raises ExperimentError like `partition`, and DataError if a target is not
-    numeric.
+    numeric, or if `dataset` is a pair of arrays.
 
     >>> data = torch.utils.data.TensorDataset(torch.arange(4.0), torch.tensor([0, 1, 0, 1]))
     >>> [len(subset) for subset in fedsim.dataset_split(data, "iid", 2)]
     [2, 2]
     """
+    if isinstance(dataset, tuple) and len(dataset) == 2 and hasattr(dataset[1], "shape"):
+        raise DataError("dataset: is a pair of inputs and targets; pass fedsim.TensorData(inputs, targets)")
     drawn = partition_shards(targets_of(dataset), name, n_workers, seed=seed, ids=ids, **params)
     shards = [drawn.of(worker).numpy() for worker in range(len(drawn))]
     if subset_transform is not None:

@@ -246,6 +246,13 @@ def labelled_images():
     return TensorData(torch.randn(40, 1, 6, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 4)
 
 
+def test_dataset_split_takes_a_pair_of_arrays_as_tensor_data_only():
+    inputs, targets = {"a": torch.zeros(4, 2)}, torch.arange(4)
+    with pytest.raises(fedsim.DataError, match=r"pass fedsim.TensorData\(inputs, targets\)"):
+        fedsim.dataset_split((inputs, targets), "iid", 2)
+    assert len(fedsim.dataset_split(fedsim.TensorData(inputs, targets), "iid", 2)) == 2
+
+
 def test_dataset_split_uses_the_transforms_of_the_strategy():
     data = labelled_images()
     shards = fedsim.dataset_split(data, "feature_rotation", 4, seed=1)

@@ -272,8 +272,10 @@ def test_a_folder_that_is_not_a_run_is_answered_with_what_it_is(tmp_path):
 
 
 def test_poisoned_data_needs_trained_updates():
-    with pytest.warns(fedsim.errors.SettingWarning, match="label_flipping: poisons data, not updates; train with"):
+    line = "label_flipping: poisons data, not updates; train with"
+    with pytest.warns(fedsim.errors.SettingWarning, match=line) as shown:
         assert torch.equal(fedsim.attack(UPDATES, "label_flipping", 1), UPDATES[:1])
+    assert shown[0].filename == __file__
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
