@@ -790,7 +790,7 @@ class DataTable(TypedDict, total=False):
     """Parameter of csv, parquet."""
     target: str | None
     """Parameter of csv, huggingface, parquet."""
-    inputs: str | Sequence[str] | None
+    inputs: str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
     """Parameter of csv, huggingface, parquet."""
     ids: str | Sequence[str] | None
     """Parameter of csv, huggingface, parquet."""

@@ -203,5 +203,5 @@ def test_the_table_of_the_page_names_its_figures():
     stored = {"versions": {"bare": [], "pfl": []}, "date": "2026-11-29", "machine": "CPU, 2 cores", "w1": programs}
     first, *_, last, _, comment = program.markdown(stored).splitlines()[:-1]
     assert first == "Measured on 29 November (CPU, 2 cores):"
-    assert last == "|w1, memory|0.46 GB|2.50|-|"
+    assert last == "|w1, memory|0.46|2.50|-|"
     assert comment.startswith("<!-- figures: peers-cpu.json: w1/fedsim/run_seconds; w1/(bare)/run_over_fedsim;")

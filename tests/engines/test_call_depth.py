@@ -9,7 +9,7 @@ import fedsim
 from fedsim.clients.sgd import SGD
 
 PACKAGE = str(Path(fedsim.__file__).parent)
-MOST = {"model": 11, "step": 8, "rule": 10}  # functions of fedsim between `fedsim.run` and user code
+MOST = {"model": 12, "step": 8, "rule": 10}  # functions of fedsim between `fedsim.run` and user code
 
 
 def calls_between_run_and(place):

@@ -88,12 +88,13 @@ def test_data_are_loaded_once_and_moved_to_shared_memory_once(spawned, loads):
         fedsim.run(spawned, session=session)
         source = "tests.components:tiny", None, {"train": 203, "test": 90}
         train, test = session.data(*source, CPU)
-        places = [tensor.data_ptr() for tensor in (*train.tensors, *test.tensors)]
-        assert all(tensor.is_shared() for tensor in (*train.tensors, *test.tensors))
+        tensors = [*train.tensors.values(), *test.tensors.values()]
+        assert all(tensor.is_shared() for tensor in tensors)
         for change in ({"seed": 1}, {"precision": "float64"}, {"engine": "serial", "processes": None}):
             fedsim.run({**spawned, **change}, session=session)
         again = session.data(*source, CPU)
-        assert [tensor.data_ptr() for part in again for tensor in part.tensors] == places
+        places = [tensor.data_ptr() for part in again for tensor in part.tensors.values()]
+        assert places == [tensor.data_ptr() for tensor in tensors]
     assert loads == [("tests.components:tiny", 203, 90)]
 
 
