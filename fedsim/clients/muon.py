@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -72,7 +72,7 @@ class Muon(ClientAlgorithm):
     ns_steps: Annotated[PositiveInt, Limits(lt=100)] = 5
     eps: PositiveFloat = 1e-7
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
-    adamw: list[str] = field(default_factory=list)
+    adamw: tuple[str, ...] = ()
     adamw_lr_ratio: NonNegativeFloat = 1.0
     adamw_weight_decay: NonNegativeFloat = 0.01
     beta1: FractionBelowOne = 0.9

@@ -54,10 +54,24 @@ class ListedKind(dict[str, ListedName]):
     def __missing__(self, name: str) -> ListedName:
         if self._kind in COMPONENTS:
             return _listed(self._kind, registry_of(self._kind).get(name))
-        raise ExperimentError(f"{show(name)}: is not in the list of {self._kind}; {nearest(str(name), self)}")
+        table, _, key = str(name).rpartition(".")
+        if owners := self._kind == KEYS and _with_parameter(table, key):
+            raise ExperimentError(f"{show(name)}: is a parameter of {owners}")
+        beside = [each for each in self if each.rpartition(".")[0] == table] or list(self)
+        raise ExperimentError(f"{show(name)}: is not in the list of {self._kind}; {nearest(str(name), beside)}")
 
     def __repr__(self) -> str:
         return list_kind(self._kind, COLUMNS)
+
+
+def _with_parameter(table: str, name: str) -> str:
+    """Return the components in a table of an experiment that have a parameter of this name, and where it is listed."""
+    for kind, (keys, _) in COMPONENTS.items():
+        names = [each.name for each in registry_of(kind) if name in each.parameters.model_fields]
+        if names and keys.rpartition(".")[0] == table:
+            several = f" and {len(names) - 1} others" if len(names) > 1 else ""
+            return f'{names[0]}{several}; fedsim.components("{kind}")["{names[0]}"] describes it'
+    return ""
 
 
 class AllKinds(dict[str, list[str]]):

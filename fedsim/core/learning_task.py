@@ -225,9 +225,10 @@ class Classification:
         """Raise ExperimentError for outputs with a wrong shape, probabilities, or too few classes."""
         self.check_targets(targets)
         if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != len(targets):
+            is_loss = isinstance(outputs, Tensor) and outputs.shape == targets.shape
             raise ExperimentError(
                 f"the model must return a tensor [batch, classes]; for {len(targets)} inputs it returned "
-                f"{shape_of(outputs)}"
+                f"{shape_of(outputs)}" + is_loss * "; if these are losses, pass task=lambda loss, targets: loss"
             )
         sums = outputs.double().cpu().sum(1)
         if bool((outputs >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-3):

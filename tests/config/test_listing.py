@@ -62,6 +62,12 @@ def test_names_that_are_not_listed_can_be_looked_up():
             lambda: fedsim.components("rules")["krumm"],
             'aggregation rule = "krumm": no such aggregation rule; did you mean "krum"?',
         ),
+        (
+            lambda: fedsim.components("keys")["clock.slowdown.factor"],
+            '"clock.slowdown.factor": is a parameter of stragglers; '
+            'fedsim.components("slowdowns")["stragglers"] describes it',
+        ),
+        (lambda: fedsim.components("keys")["race.zzz"], '"race.zzz": is not in the list of keys; allowed: race.runs'),
         (lambda: fedsim.components("keys")["roundz"], '"roundz": is not in the list of keys; did you mean "rounds"?'),
     ],
 )

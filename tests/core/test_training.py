@@ -53,8 +53,9 @@ def test_logits_that_are_log_probabilities_at_first_are_trained_as_logits():
         (torch.nn.LogSoftmax(dim=1), None),
         (torch.nn.Flatten(0), "must return a tensor"),
         (torch.nn.LSTM(10, 3), "it returned tuple"),
+        (torch.nn.Sequential(torch.nn.Linear(10, 1), torch.nn.Flatten(0)), "if these are losses, pass task=lambda"),
     ],
-    ids=["probabilities", "logits", "log-probabilities", "flat", "tuple"],
+    ids=["probabilities", "logits", "log-probabilities", "flat", "tuple", "losses"],
 )
 def test_outputs_other_than_logits_or_log_probabilities_are_an_error(model, message):
     if message is None:
