@@ -53,6 +53,8 @@ class ListedKind(dict[str, ListedName]):
 
     def __missing__(self, name: str) -> ListedName:
         if self._kind in COMPONENTS:
+            if others := _kinds_with(name):
+                raise ExperimentError(f"{show(name)}: is not in the list of {self._kind}; {_lookup(others[0], name)}")
             return _listed(self._kind, registry_of(self._kind).get(name))
         table, _, key = str(name).rpartition(".")
         if owners := self._kind == KEYS and _with_parameter(table, key):
@@ -64,13 +66,22 @@ class ListedKind(dict[str, ListedName]):
         return list_kind(self._kind, COLUMNS)
 
 
+def _kinds_with(name: str) -> list[str]:
+    """Return the kinds of components that have this name."""
+    return [kind for kind in COMPONENTS if name in registry_of(kind).names()]
+
+
+def _lookup(kind: str, name: str) -> str:
+    return f'write fedsim.components("{kind}")["{name}"]'
+
+
 def _with_parameter(table: str, name: str) -> str:
     """Return the components in a table of an experiment that have a parameter of this name, and where it is listed."""
     for kind, (keys, _) in COMPONENTS.items():
         names = [each.name for each in registry_of(kind) if name in each.parameters.model_fields]
         if names and keys.rpartition(".")[0] == table:
             several = f" and {len(names) - 1} others" if len(names) > 1 else ""
-            return f'{names[0]}{several}; fedsim.components("{kind}")["{names[0]}"] describes it'
+            return f"{names[0]}{several}; {_lookup(kind, names[0])}"
     return ""
 
 
@@ -112,8 +123,8 @@ def components(kind: str | None = None) -> AllKinds | ListedKind:
         return AllKinds(_names_by_kind())
     if kind in KINDS:
         return ListedKind(kind)
-    if owners := [owner for owner in COMPONENTS if kind in registry_of(owner).names()]:
-        remedy = f'write fedsim.components("{owners[0]}")["{kind}"]'
+    if owners := _kinds_with(kind):
+        remedy = _lookup(owners[0], kind)
     elif command := re.fullmatch(r"write fedsim list ([\w-]+)", answer(f"fedsim_list_{kind}")):
         remedy = f'write fedsim.components("{command[1]}")'
     else:

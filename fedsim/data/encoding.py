@@ -300,6 +300,7 @@ def _joined(
     arrays of two or more dimensions that would be joined.
     """
     blocks, described, unscaled = list[np.ndarray](), list[str](), list[tuple[float, str]]()
+    has_numbers = False
     if not names:
         raise DataError(f"{place}: has no input columns, only the target and owners; add at least one input column")
     for name in names:
@@ -316,7 +317,7 @@ def _joined(
                 tables[0].column(name).require_text(np.unique(values[parts[0]]))
                 values, text = _one_hot(values, parts, column)
             elif standardize:
-                values = standardized(values, parts[0])
+                values, has_numbers = standardized(values, parts[0]), True
             elif (
                 values.ndim == 1
                 and (size := float(np.sqrt(np.square(values[parts[0]], dtype=float).mean()))) > UNSCALED
@@ -335,7 +336,7 @@ def _joined(
         remedy = f"{DIVERGES}; data.standardize=true scales every column of numbers"
         warn(f"{max(unscaled)[1]}{others}, {remedy}")
     array = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=1)
-    return array, cut(", ".join(described)) + ", standardized" * standardize
+    return array, cut(", ".join(described)) + ", numbers standardized" * has_numbers
 
 
 def _one_hot(values: np.ndarray, parts: Sequence[Rows], place: str) -> tuple[np.ndarray, str]:

@@ -59,13 +59,16 @@ def test_names_that_are_not_listed_can_be_looked_up():
             'kind = "losses": no such kind of component; write fedsim.components("tasks")',
         ),
         (
+            lambda: fedsim.components("rules")["nnm"],
+            '"nnm": is not in the list of rules; write fedsim.components("pre-aggregators")["nnm"]',
+        ),
+        (
             lambda: fedsim.components("rules")["krumm"],
             'aggregation rule = "krumm": no such aggregation rule; did you mean "krum"?',
         ),
         (
             lambda: fedsim.components("keys")["clock.slowdown.factor"],
-            '"clock.slowdown.factor": is a parameter of stragglers; '
-            'fedsim.components("slowdowns")["stragglers"] describes it',
+            '"clock.slowdown.factor": is a parameter of stragglers; write fedsim.components("slowdowns")["stragglers"]',
         ),
         (lambda: fedsim.components("keys")["race.zzz"], '"race.zzz": is not in the list of keys; allowed: race.runs'),
         (lambda: fedsim.components("keys")["roundz"], '"roundz": is not in the list of keys; did you mean "rounds"?'),
