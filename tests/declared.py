@@ -82,7 +82,7 @@ def normal(name):
 
 
 def constraints():
-    """Return the text of `constraints.txt`: the installed versions of all packages that the extra `test` installs.
+    """Return the text of `constraints.txt`: the versions of all packages that are installed for the extra `test`.
 
     A version that needs a newer Python than fedsim is only for this Python or newer ones.
     """

@@ -51,7 +51,7 @@ def test_a_wrong_setting_has_one_frame_of_fedsim_in_its_traceback(call):
 
 
 def public_functions():
-    """Yield the functions, constructors and methods that the packages and integrations offer, with their names."""
+    """Yield (name, function) for all public functions, constructors and methods."""
     for package in ("fedsim", *(each.name for each in pkgutil.walk_packages(fedsim.__path__, "fedsim."))):
         if not (
             package.startswith("fedsim.integrations.") or (ROOT / package.replace(".", "/") / "__init__.py").exists()

@@ -19,7 +19,7 @@ class Mark:
     """Base class of what `Annotated` adds to the types of parameters."""
 
     def allows(self, value: Any) -> bool:
-        """Whether a value of the annotated type is allowed and stays as it is."""
+        """Whether a parameter may have this value, which already has the annotated type."""
         return True
 
 

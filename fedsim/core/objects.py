@@ -290,7 +290,7 @@ def are_several(value: Any) -> bool:
 
 
 def _first(inputs: Any) -> Any:
-    """Return the first of several input arrays, or the only one."""
+    """Return the input array, or the first one of several inputs."""
     return next(iter(inputs.values() if isinstance(inputs, Mapping) else inputs)) if are_several(inputs) else inputs
 
 

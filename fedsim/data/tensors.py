@@ -440,7 +440,7 @@ def _stacked(values: list[Any], kind: str = "input") -> Inputs:
 
 
 def by_name(value: Any) -> dict[Any, Any]:
-    """Return several inputs by name or position: a dict, or a tuple with arrays or images of PIL. Otherwise {}."""
+    """Return the inputs of a dict by name, and those of a tuple of arrays or PIL images by position. Otherwise {}."""
     if isinstance(value, Mapping):
         return dict(value)
     parts = value if isinstance(value, tuple) else ()

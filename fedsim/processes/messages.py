@@ -212,7 +212,8 @@ class _File:
 
 
 def shared_file(descriptor: int) -> Any:
-    """Return an object that stands for an open file in a pickled message. `detach` returns a descriptor there.
+    """Return an object that represents an open file in a pickled message. The receiver calls its `detach` method to
+    get a descriptor of the file.
 
     Raises ExperimentError on Windows.
     """
