@@ -44,7 +44,8 @@ ComparedWords = Annotated[
 Out = Annotated[
     Path | None,
     typer.Option(
-        help="Output folder. If it already contains this comparison, only the missing runs are executed.",
+        help="Output folder. If it already contains this comparison, only the missing runs are executed. Without "
+        "--out, options for the folder of a comparison change only what is printed.",
         show_default="runs/NAME-comparison-DATE-TIME",
     ),
 ]
@@ -145,7 +146,7 @@ def compare(
         from fedsim.comparison import plan_comparison
         from fedsim.comparison.folder import Shard
         from fedsim.comparison.labels import labels_of
-        from fedsim.comparison.rows import ComparisonSettings
+        from fedsim.comparison.rows import NO_SETTINGS, ComparisonSettings
         from fedsim.comparison.typeset import TABLES
         from fedsim.data.sources import data_loaded_once
 
@@ -164,12 +165,17 @@ def compare(
             skip_invalid=skip_invalid or None,
             heatmap=heatmap,
         )
+        looks = False  # at a finished comparison, with other settings
         if folders:
-            if len(folders) < len(all_words) or shard or dry_run:
+            if len(folders) < len(all_words) or shard or dry_run or skip_invalid or jobs is not None:
                 raise ExperimentError(
                     "merging the folders of comparisons supports only the options --out, --target, --tune, --worst, "
-                    "--metric, --heatmap, --table, --label and --allow-imports; remove all other options and arguments"
+                    "--metric, --heatmap, --table, --label, --quiet and --allow-imports; remove all other options and "
+                    "arguments"
                 )
+            looks = out is None and len(folders) == 1 and settings != NO_SETTINGS
+            if looks and heatmap is not None:
+                raise ExperimentError(f"--heatmap: draws figures, so it needs an output folder; add --out {folders[0]}")
             with status_line("reading the runs and drawing the figures"):
                 comparison = _merge(folders, out, settings, allow_imports=allow_imports)
             labels = labels_of(label or [], comparison.axes)
@@ -187,6 +193,8 @@ def compare(
                 comparison = _run(plan, part, out, jobs, quiet=quiet)
         if not quiet and not shard:
             print(TABLES[table](comparison.renamed(labels)), end="\n\n")
+            if looks:
+                print(f"the files keep their settings; to change them, add --out {folders[0]}", file=lines)
         print(comparison.folder, file=lines)
         for failed in comparison.failed:
             print(f"error: {failed.id}: {failed.error}", file=sys.stderr)
@@ -200,9 +208,9 @@ def _merge(folders: list[Path], out: Path | None, settings: ComparisonSettings, 
     from fedsim.records.run_folder import new_folder
 
     with contextlib.ExitStack() as stack:
-        only = folders[0] if len(folders) == 1 else None
-        folder = out or only or stack.enter_context(new_folder(f"{folders[0].name}-comparison"))
-        return merge(folders, folder, settings, allow_imports=allow_imports)
+        if out is None and len(folders) > 1:
+            out = stack.enter_context(new_folder(f"{folders[0].name}-comparison"))
+        return merge(folders, out, settings, allow_imports=allow_imports)
 
 
 def _list_runs(plan: ComparisonPlan, part: Shard | None, *, skip_invalid: bool) -> None:

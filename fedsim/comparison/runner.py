@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -319,14 +320,18 @@ def _write(comparison: Comparison, folder: ComparisonFolder, painter: Painter) -
 
 
 def merge(
-    folders: Sequence[Path], out: Path, settings: ComparisonSettings = NO_SETTINGS, *, allow_imports: bool = False
+    folders: Sequence[Path],
+    out: Path | None,
+    settings: ComparisonSettings = NO_SETTINGS,
+    *,
+    allow_imports: bool = False,
 ) -> Comparison:
     """Copy the runs of several folders into the folder `out`, and compare them. Nothing is trained.
 
     Args:
         folders: folders of the same comparison, or of parts of it.
-        out: folder of the merged comparison.
-        settings: settings of the comparison, such as `target`. Default: those in the first folder.
+        out: folder of the merged comparison. None: the first of `folders`, whose files keep its own settings.
+        settings: settings of the returned comparison, such as `target`. Default: those in the first folder.
         allow_imports: allow the folders to name any import path (see `load_experiment`).
 
     Raises RecordError if a folder contains no comparison, or if the comparisons differ.
@@ -337,15 +342,21 @@ def merge(
     for source, source_plan in comparisons.items():
         if lines := differences_of_comparisons(first, source_plan):
             raise RecordError(f"{source}: holds a different comparison than {sources[0]}\n" + "\n".join(lines))
+    looks = out is None and settings != NO_SETTINGS
     settings = ComparisonSettings(**first.settings.given | settings.given)
+    if looks:
+        settings = replace(settings, heatmap=None)  # which is not drawn, and may need the axis of `worst`
     file = sources[0] / COMPARISON
     plan = plan_comparison(first.base, first.axes, (), settings, file=file, allow_imports=allow_imports, to_run=False)
-    with ComparisonFolder(out, plan) as folder:
+    stored = first.settings if looks else plan.settings
+    with ComparisonFolder(out or folders[0], replace(plan, settings=stored)) as folder:
         for run in folder.plan.runs:
             if not folder.is_finished(run) and (source_folder := _find(run, comparisons, folder.run_folder(run))):
                 folder.clear(run)
                 _copy(source_folder, folder.run_folder(run))
-        return summarised(folder, Painter(_formats(folder.plan)))
+        comparison = summarised(folder, Painter(_formats(folder.plan)))
+        folder.plan = replace(folder.plan, settings=plan.settings)
+        return folder.comparison() if looks else comparison
 
 
 def _sources(folder: Path) -> list[Path]:

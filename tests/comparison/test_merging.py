@@ -30,6 +30,9 @@ COMPARISON = """
 """
 
 
+LOOKS = [["--worst", "attack.name"], ["--target", "0.5"], ["--metric", "test_loss"], ["--tune", "local.lr"]]
+
+
 def rows(path):
     with path.open() as file:
         return [{key: row[key] for key in row if not key.startswith("seconds")} for row in csv.DictReader(file)]
@@ -56,6 +59,36 @@ def result_of_base(folder):
     assert "lr" not in base["local"]
     assert "alpha" not in base.get("partition", {})
     return base
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_other_settings_change_what_is_printed_and_no_file(cli, tmp_path):
+    words = [*WORDS, "attack.f=1", "aggregate.rule=mean,median", "attack.name=none,ipm", "local.lr=0.1,0.2"]
+    result = cli("compare", *words, "data.validation_fraction=0.2", "-q", "--jobs", 1, "--out", "x")
+    assert result.exit_code == 0, result.stderr
+    files = contents(tmp_path)
+    before = cli("compare", "x", "--allow-imports").stdout
+    for look in LOOKS:
+        result = cli("compare", "x", *look, "--allow-imports")
+        assert result.exit_code == 0, result.stderr
+        assert "the files keep their settings; to change them, add --out x\n" in result.stdout
+        assert result.stdout.partition("the files keep")[0] != before.rpartition("x\n")[0]
+    assert cli("compare", "x", "--table", "latex", "--label", "mean=Mean", "--allow-imports").exit_code == 0
+    assert cli("compare", "x", "--allow-imports").stdout == before
+    assert contents(tmp_path) == files
+    refused = cli("compare", "x", "--heatmap", "attack.name,local.lr", "--allow-imports")
+    assert (refused.exit_code, refused.stderr) == (
+        2,
+        "error: --heatmap: draws figures, so it needs an output folder; add --out x\n",
+    )
+    assert cli("compare", "x", "--heatmap", "attack.name,local.lr", "--allow-imports", "--out", "x").exit_code == 0
+    assert (tmp_path / "x" / "heatmap.csv").is_file()
+    assert cli("compare", "x", "--worst", "attack.name", "--allow-imports").exit_code == 0, "which is in the heat map"
+    assert cli("compare", "x", "--target", "0.5", "--allow-imports", "--out", "y").exit_code == 0
+    assert "50 percent" in cli("compare", "y", "--allow-imports").stdout
 
 
 @pytest.mark.usefixtures("pictures")
