@@ -9,7 +9,7 @@ from typing import Any
 from fedsim.aggregation.pipeline import Pipeline
 from fedsim.aggregation.rule import RuleStage, pre_aggregator, rule
 from fedsim.core.objects import plain
-from fedsim.core.registry import Registration, Registry, parameter_errors, with_key
+from fedsim.core.registry import Registration, Registry, in_chain, parameter_errors, with_key
 from fedsim.errors import ExperimentError, show
 
 Stage = str | dict[str, Any]
@@ -27,7 +27,7 @@ def resolve(
 
     Args:
         stages: a rule, or a list of pre-aggregators followed by a rule. Each is a name, "package.module:function", or a
-            table with the key `rule` and parameters.
+            table with the key `rule` and parameters. "nnm+krum" is ["nnm", "krum"].
         params: parameters by name. The rule and each pre-aggregator receive the parameters that they have.
         place: name of the experiment's table that contains `params`, for error messages.
         beside: other keys of this table, for spelling suggestions in error messages.
@@ -41,7 +41,7 @@ def resolve(
     >>> [(registration.name, params) for registration, params in fedsim.aggregation.resolve(["nnm", "krum"], {"f": 1})]
     [('nnm', {'f': 1}), ('krum', {'f': 1})]
     """
-    stages = plain(stages)
+    stages = in_chain(plain(stages))
     key = f"{place}.rule"
     if not isinstance(stages, (str, dict, list)):
         raise ExperimentError(f"{key} = {show(stages)}: must be {FORMS}")

@@ -289,7 +289,7 @@ def plot(
 ) -> None:
     """Draw a figure of runs or of a comparison for a paper, and print a caption for the figure."""
     with errors_as_lines("fedsim.comparison"):
-        from fedsim.comparison.axes import split_at_commas
+        from fedsim.comparison.axes import axis_called, split_labels
         from fedsim.comparison.labels import labels_of
         from fedsim.comparison.paper_figure import comparison_of_sources, timeline_table
         from fedsim.comparison.paper_figure import plot as draw
@@ -300,9 +300,11 @@ def plot(
             raise ExperimentError(
                 f"{show(words[0])}: is not a folder; put the folder of a run or of a comparison first"
             )
-        only = {key: split_at_commas(values) for key, _, values in keys.values()}
         with status_line("drawing the figure"):
             source = comparison_of_sources(folders)
+            only = {
+                key: split_labels(values, source.axes.get(axis_called(key), ())) for key, _, values in keys.values()
+            }
             figure = draw(
                 source,
                 metric=metric,

@@ -101,6 +101,13 @@ def split_at_commas(text: str) -> list[str]:
     return [*pieces, text[start:]]
 
 
+def split_labels(text: str, values: Iterable[Any]) -> list[str]:
+    """Split a text at its commas, except those inside a label of `values`, such as "alie,z=1.5"."""
+    names = sorted(map(label, values), key=len, reverse=True)
+    name = next((name for name in names if f"{text},".startswith(f"{name},")), text.partition(",")[0])
+    return [name, *(split_labels(text[len(name) + 1 :], values) if len(text) > len(name) else [])]
+
+
 def changes_of(key: str, value: Any) -> list[Change]:
     """Return the changes that set `key` to `value` in an experiment.
 

@@ -178,7 +178,7 @@ class Experiment(Settings):
         data, records = self.data.model_copy(update={"name": ""}), self.records.model_copy(update={"loggers": []})
         copied = self.model_copy(update={"data": data, "records": records})
         for table in copied.tables():
-            if isinstance(table, ComponentTable) and table not in (data, copied.aggregate):
+            if isinstance(table, ComponentTable) and not isinstance(table, schema.TopAggregate) and table != data:
                 table.component  # noqa: B018  # created here, so that the copy includes the component
         copied.rule  # noqa: B018
         return own_copy(copied)

@@ -26,7 +26,7 @@ from fedsim.core.learning_task import LearningTask, LossTask, learning_task
 from fedsim.core.metrics import OutputMetric, metric
 from fedsim.core.numbers import Count, FractionBelowOne, NonNegativeFloat, PositiveCount, PositiveFloat, ProperFraction
 from fedsim.core.objects import ObjectName, plain
-from fedsim.core.registry import Component, Registration, Registry
+from fedsim.core.registry import Component, Registration, Registry, in_chain
 from fedsim.core.validation_errors import explain
 from fedsim.data import dataset, partition_strategy
 from fedsim.data.augmentation import ImageTransform, augmentation
@@ -66,6 +66,7 @@ def matching(pattern: str, requirement: str) -> AfterValidator:
 
 
 def _in_list(value: Any) -> Any:
+    value = in_chain(value)
     return [value] if isinstance(value, dict) or (isinstance(value, str) and "," not in value) else value
 
 
@@ -543,7 +544,8 @@ class TopAggregate(ComponentTable):
     place, named_by, registry = "top_aggregate", "rule", rule
 
     rule: Name | list[Name | dict[str, Any]] = "weighted_mean"
-    """Aggregation rule, or a list of pre-aggregators and a rule. Each is a name or a table {rule, parameters}."""
+    """Aggregation rule, or a list of pre-aggregators and a rule. Each is a name or a table {rule, parameters}. `nnm+krum`
+    is the list of both names."""
     f: Count | None = None
     """Number of Byzantine updates that the rule must tolerate, for rules with this parameter. Unset: true number."""
     weights: Literal["uniform", "samples"] | list[NonNegativeFloat] | None = None
@@ -553,7 +555,7 @@ class TopAggregate(ComponentTable):
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
-        rule = table.get("rule", cls.model_fields["rule"].default)
+        rule = in_chain(table.get("rule", cls.model_fields["rule"].default))
         settings = {key: table[key] for key in cls.model_fields if key in table}
         resolved = cls._resolve(
             rule, {key: value for key, value in table.items() if key not in settings}, table.get("f")

@@ -406,6 +406,16 @@ def _signature(target: Callable[..., Any], eval_str: bool = False) -> Collection
     return inspect.signature(target, eval_str=eval_str).parameters.values()
 
 
+def in_chain(value: Any) -> Any:
+    """Return the names in a text such as "nnm+krum", as tables show a list of names. Other values stay as they are.
+
+    >>> from fedsim.core.registry import in_chain
+    >>> in_chain("nnm + krum"), in_chain("krum")
+    (['nnm', 'krum'], 'krum')
+    """
+    return [name.strip() for name in value.split("+")] if type(value) is str and "+" in value else value
+
+
 def with_key(table: dict[str, Any], named_by: str, place: str) -> dict[str, Any]:
     """Return a component's table with the key `name` renamed to `named_by`, such as `rule`.
 

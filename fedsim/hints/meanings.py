@@ -49,8 +49,6 @@ def nearest(name: str, allowed: Iterable[str], table: str | None = None) -> str:
             a component of another library, or a setting with a component of another kind. None for other names.
     """
     allowed = list(allowed)
-    if "+" in name:  # as figures and tables show a chain
-        return f"write {cut(as_list(name.replace('+', ',')))} (in single quotes in a shell)"
     if "," in name:
         return f"for several values use fedsim compare; for a list write {cut(as_list(name))}"
     names = [known for known in synonyms("names").get(normalized(name), "").split() if known in allowed]

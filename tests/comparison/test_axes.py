@@ -13,8 +13,10 @@ from fedsim.comparison.axes import (
     label,
     readable_id,
     split_at_commas,
+    split_labels,
     split_words,
 )
+from fedsim.comparison.plan import plan_comparison
 from fedsim.comparison.stored import ID
 
 VARIANTS = [
@@ -124,6 +126,27 @@ def test_a_wrong_table_raises_an_error_with_its_place(tables, message):
 )
 def test_a_value_has_a_short_label(value, text):
     assert label(value) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "labels"),
+    [
+        ("none,alie,z=1.5", ["none", "alie,z=1.5"]),
+        ("alie,z=1.5,none", ["alie,z=1.5", "none"]),
+        ("alie,none", ["alie", "none"]),
+        ("alie,", ["alie", ""]),
+        ("", [""]),
+    ],
+)
+def test_labels_with_commas_are_not_split(text, labels):
+    assert split_labels(text, ["none", {"name": "alie", "z": 1.5}]) == labels
+
+
+@pytest.mark.parametrize("key", ["aggregate.rule", "processors", "downlink"])
+def test_a_printed_list_of_names_can_be_typed(key):
+    names = ["nnm", "median"] if key == "aggregate.rule" else ["top_k", "qsgd"]
+    typed, listed = (plan_comparison(None, {key: [value]}).runs[0].tables for value in (label(names), names))
+    assert typed == listed
 
 
 @pytest.mark.parametrize(

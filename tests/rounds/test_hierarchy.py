@@ -71,6 +71,10 @@ CASES = {
         {"group_rounds": 2, "top_aggregate": "median", "aggregate": "mean"},
         {"every": 2, "top": median, "edge": uniform},
     ),
+    "a pre-aggregator at the top": (
+        {"group_rounds": 2, "top_aggregate": "nnm+mean", "aggregate": "mean"},
+        {"every": 2, "top": uniform, "edge": uniform},
+    ),
     "an excluded update": (
         {"group_rounds": 2, "attack": {"name": "nan", "workers": [3]}, "aggregate": {"nonfinite": "exclude"}},
         {"every": 2, "excluded": (3,)},
