@@ -63,7 +63,7 @@ class ALittleIsEnough:
         """Return a warning if the default z is 0 for f Byzantine workers among n, otherwise None."""
         if self.z is not None or not _has_z_max(n, f) or z_max(n, f):
             return None
-        return f"z = 0 for n = {n}, f = {f}: this attack does nothing; set attack.z, e.g. 1.5"
+        return f"z = 0 for n = {n}, f = {f}: this attack does nothing; set attack.z=1.5"
 
 
 def z_max(n: int, f: int) -> float:
@@ -82,7 +82,7 @@ def z_max(n: int, f: int) -> float:
     if not _has_z_max(n, f):
         raise ExperimentError(
             f"attack.z: its default needs 0 < s < n - f with s = floor(n / 2 + 1) - f, but n = {n} workers and f = "
-            f"{f} Byzantine workers make s = {s} and n - f = {n - f}; set attack.z"
+            f"{f} Byzantine workers make s = {s} and n - f = {n - f}; set attack.z=1.5"
         )
     return NormalDist().inv_cdf((n - f - s) / (n - f))
 

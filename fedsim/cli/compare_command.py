@@ -216,7 +216,7 @@ def _merge(folders: list[Path], out: Path | None, settings: ComparisonSettings, 
 def _list_runs(plan: ComparisonPlan, part: Shard | None, *, skip_invalid: bool) -> None:
     """Check the runs of a comparison, or of a part of it, and print them."""
     from fedsim.comparison.axes import describe_point
-    from fedsim.comparison.runner import check_runs
+    from fedsim.comparison.runner import check_runs, warn_about
     from fedsim.runs.launch import check_copies
     from fedsim.runs.session import Session
 
@@ -229,6 +229,7 @@ def _list_runs(plan: ComparisonPlan, part: Shard | None, *, skip_invalid: bool) 
     print("\n".join(f"{run.id}: {describe_point(run.point)}" for run in planned))
     for line in plan.left_out:
         print(f"left out: {line}")
+    warn_about(plan, planned, keeps_folder=True)
 
 
 def _run(plan: ComparisonPlan, part: Shard | None, out: Path | None, jobs: int | None, *, quiet: bool) -> Comparison:

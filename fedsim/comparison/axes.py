@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fedsim.comparison.rows import canonical
 from fedsim.config.experiment import Experiment
-from fedsim.config.overrides import Change, naming_key, parse_value, parse_word, refuse_repeated, split_word
+from fedsim.config.overrides import (
+    Change,
+    component_table,
+    naming_key,
+    parse_value,
+    parse_word,
+    refuse_repeated,
+    split_word,
+)
 from fedsim.config.tables import component_tables
+from fedsim.core.base_table import ComponentTable
 from fedsim.core.input_limits import MAX_DEPTH, leaves_of, problem_with_words
 from fedsim.core.objects import plain
+from fedsim.core.registry import with_key
 from fedsim.errors import ExperimentError, cut, show
 from fedsim.hints.names import as_range
 
@@ -152,18 +163,57 @@ def shape_of(axes: Axes) -> str:
     return " x ".join(f"{len(values)} {key}" for key, values in axes.items())
 
 
-def with_points(line: str, points: list[dict[str, Any]], total: int) -> str:
-    """Prefix the error message `line` with the first combination of values in which the error occurs.
+def with_points(line: str, points: list[dict[str, Any]], all_points: list[dict[str, Any]]) -> str:
+    """Prefix a message with the first combination of values to which it applies, and adapt its advice to the axes.
 
     Args:
-        line: error message.
-        points: combinations in which the error occurs. If these are all combinations, there is no prefix.
-        total: number of all combinations.
+        line: message about one experiment.
+        points: combinations to which the message applies. If these are all combinations, there is no prefix.
+        all_points: all combinations.
     """
-    if len(points) == total:
+    line = _advice_on_axes(line, points[0], all_points)
+    if len(points) == len(all_points):
         return line
-    more = f" (and {len(points) - 1} more of {total} runs)" if len(points) > 1 else ""
+    more = f" (and {len(points) - 1} more of {len(all_points)} runs)" if len(points) > 1 else ""
     return f"{cut(describe_point(points[0]))}: {line}{more}"
+
+
+def _advice_on_axes(line: str, point: Mapping[str, Any], all_points: Iterable[Mapping[str, Any]]) -> str:
+    """Return a message whose advice to set a parameter, as in attack.z=1.5, is correct if the components differ.
+
+    Then only a table can set it, as in attack='{name="alie",z=1.5},ipm'.
+    """
+    for axis in point:
+        table, within = component_table(axis.split("."))
+        if table is None or within not in ([], [table.named_by]):
+            continue
+        place = axis.removesuffix(f".{table.named_by}") if within else axis
+        advice = re.search(rf"({place}=(\w+) )?{place}\.(\w+)=([^\s,;)]+)", line)
+        if advice is None or advice[3] in table.model_fields:
+            continue
+        name, added = advice[2] or _as_table(point[axis], table).get(table.named_by), parse_value(advice[4], place)
+        values = {canonical(each[axis]): each[axis] for each in all_points}.values()
+        tables = [_as_table(value, table) for value in values]
+        texts = [
+            _typed({**each, advice[3]: added} if each.get(table.named_by) == name else value)
+            for value, each in zip(values, tables, strict=True)
+        ]
+        replaced = [axis] * bool(within) + [f"{place}.{advice[3]}"] * bool(advice[1])
+        instead = f" instead of {' and '.join(replaced)}" if replaced else ""
+        return line.replace(advice[0], f"{place}='{','.join(texts)}'{instead}")
+    return line
+
+
+def _as_table(value: Any, table: type[ComponentTable]) -> dict[str, Any]:
+    value = {table.named_by: value} if isinstance(value, str) else value
+    return with_key(value, table.named_by, table.place) if isinstance(value, dict) else {}
+
+
+def _typed(value: Any, *, inside: bool = False) -> str:
+    """Return a value as on the command line, such as {name="alie",z=1.5}. `inside`: as in a TOML table."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}={_typed(item, inside=True)}" for key, item in value.items()) + "}"
+    return value if isinstance(value, str) and not inside else json.dumps(value)
 
 
 def readable_id(point: Mapping[str, Any]) -> str:

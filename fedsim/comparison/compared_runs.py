@@ -37,6 +37,7 @@ class ComparedRuns(HintingAttributes):
     folder: Path | None = None
     left_out: list[str] = field(default_factory=list)
     whole: dict[str, list[Any]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def shape(self) -> str:

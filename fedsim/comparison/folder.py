@@ -124,7 +124,8 @@ class ComparisonRecords:
         plan, runs = self.plan, [self.result(run, keeps_folder=keeps_folder) for run in self.plan.runs]
         if plan.settings.metric is not None:
             require_number(plan.settings.metric, [run.history[-1] for run in runs if run.finished])
-        return Comparison(plan.name, plan.axes, runs, plan.settings, self.path if keeps_folder else None, plan.left_out)
+        folder = self.path if keeps_folder else None
+        return Comparison(plan.name, plan.axes, runs, plan.settings, folder, plan.left_out, warnings=plan.warnings)
 
     def rounding_difference(self, comparison: Comparison) -> str | None:
         """Return a warning that results of the finished runs may differ by rounding, or None if they cannot.
@@ -227,7 +228,8 @@ class ComparisonFolder(ComparisonRecords):
     def _content(self) -> dict[str, Any]:
         plan = self.plan
         runs = [{"id": run.id, "point": run.point, "folder": f"{RUNS}/{run.id}"} for run in plan.runs]
-        return {"name": plan.name, "axes": plan.axes, **plan.settings.given, "base": plan.base, "runs": runs}
+        noted = {"warnings": plan.warnings} if plan.warnings else {}
+        return {"name": plan.name, "axes": plan.axes, **plan.settings.given, **noted, "base": plan.base, "runs": runs}
 
     def _continue(self, stored: ComparisonFile) -> None:
         """Raise RecordError unless the comparison in the folder is the same as this one, or a part of it."""

@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from fedsim.comparison.plan import ComparisonPlan, PlannedRun
-from fedsim.comparison.rows import canonical
+from fedsim.comparison.plan import ComparisonPlan, PlannedRun, distinct
 from fedsim.config.experiment import Experiment
 from fedsim.core.objects import names_in, why_unsendable
 from fedsim.core.randomness import sole_use_of_generators
@@ -93,11 +92,6 @@ def why_runs_unsendable(runs: Iterable[PlannedRun]) -> str | None:
     """Return an error message if the settings of these runs cannot be sent to other processes, otherwise None."""
     names = {name: name for run in runs for name in names_in(run.experiment.model_dump())}
     return why_unsendable(names.values())
-
-
-def distinct(runs: Iterable[PlannedRun], key: Callable[[Experiment], Any]) -> Iterable[PlannedRun]:
-    """Return one run for each different value of `key(run.experiment)`."""
-    return {canonical(key(run.experiment)): run for run in runs}.values()
 
 
 def run_here(planned_runs: Iterable[Job], session: Session, on_round: OnRound, on_end: OnEnd) -> None:

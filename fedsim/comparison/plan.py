@@ -11,7 +11,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,13 @@ from fedsim.config.overrides import (
     override,
     removed_warnings,
 )
-from fedsim.config.validation import LACKS_LOCAL_TESTS, problem_with_worker_tests
+from fedsim.config.validation import (
+    LACKS_LOCAL_TESTS,
+    frozen_statistics,
+    problem_with_worker_tests,
+    rarely_intended,
+    settings_without_effect,
+)
 from fedsim.core.import_policy import untrusted_config
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.learning_task import correct_of
@@ -112,6 +118,34 @@ class ComparisonPlan:
     def shape(self) -> str:
         """The number of values of each compared setting, such as "3 aggregate.rule x 2 seed"."""
         return shape_of(self.axes)
+
+    @functools.cached_property
+    def warnings(self) -> list[str]:
+        """Return one line for each setting without effect, or with an effect that users rarely intend."""
+        groups: dict[str, list[PlannedRun]] = {}  # runs that differ only in the seed
+        for run in self.runs:
+            groups.setdefault(canonical({**run.tables, SEED: None}), []).append(run)
+        first = [runs[0].experiment for runs in groups.values()]
+        points = [run.point for run in self.runs]
+        found = dict.fromkeys(settings_without_effect(*first), points)
+        for runs in groups.values():
+            for line in rarely_intended(runs[0].experiment):
+                found[line] = [*found.get(line, ()), *(run.point for run in runs)]
+        lines = [with_points(line, affected, points) for line, affected in found.items()]
+        for run in distinct(self.runs, lambda experiment: [experiment.resolved()["model"], experiment.buffers]):
+            lines += frozen_statistics(run.experiment)
+        if self.settings.metric is None and (untrained := untrained_part(run.experiment for run in self.runs)):
+            algorithm, number = untrained
+            lines.append(
+                f"{algorithm}: workers use different global models, so test results of the global model say little; "
+                f"compare with metric={number}"
+            )
+        return list(dict.fromkeys(lines))
+
+
+def distinct(runs: Iterable[PlannedRun], key: Callable[[Experiment], Any]) -> Iterable[PlannedRun]:
+    """Return one run for each different value of `key(run.experiment)`."""
+    return {canonical(key(run.experiment)): run for run in runs}.values()
 
 
 def plan_comparison(
@@ -294,7 +328,7 @@ def _experiments(
         for line in lines:
             problems.setdefault(line, []).append(point)
         engine_chosen |= not {"engine", "processes"}.isdisjoint(tables) or tables.get("mode") == "race"
-    left_out = [with_points(line, affected, len(points)) for line, affected in problems.items()]
+    left_out = [with_points(line, affected, points) for line, affected in problems.items()]
     if left_out and not (skip_invalid and valid):
         raise ExperimentError(*left_out)
     return _with_default_name(experiments, varied), valid, engine_chosen, left_out, changed

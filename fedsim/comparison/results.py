@@ -50,6 +50,7 @@ class Comparison(ComparedRuns):
         folder: folder of the records, or None if the records are not kept.
         left_out: one line of text for each reason why combinations were left out.
         whole: values of the whole comparison for each key, if only some of them are drawn.
+        warnings: one line of text for each setting without effect, or with an effect that users rarely intend.
     """
 
     @classmethod
@@ -86,7 +87,8 @@ class Comparison(ComparedRuns):
             runs.append(Run.read(run_folder, id=entry.id, point=entry.point, position=position, target=target))
         if not any(run.history for run in runs):
             raise RecordError(f"{folder}: none of its {len(runs)} runs has finished a round yet")
-        return cls(file.name, file.axes, runs, file.settings.known_on(file.axes), folder)
+        settings = file.settings.known_on(file.axes)
+        return cls(file.name, file.axes, runs, settings, folder, warnings=file.warnings)
 
     @property
     def answer(self) -> str:

@@ -27,7 +27,7 @@ from fedsim.comparison.folder import (
     inner_folder,
     result_in,
 )
-from fedsim.comparison.jobs import Job, default_jobs, distinct, run_here, run_in_jobs, why_runs_unsendable
+from fedsim.comparison.jobs import Job, default_jobs, run_here, run_in_jobs, why_runs_unsendable
 from fedsim.comparison.leaderboard import leaderboard_csv
 from fedsim.comparison.on_paper import (
     draw_curves,
@@ -37,7 +37,7 @@ from fedsim.comparison.on_paper import (
     draw_values,
     draw_worker_comparison,
 )
-from fedsim.comparison.plan import ComparisonPlan, PlannedRun, plan_comparison, untrained_part
+from fedsim.comparison.plan import ComparisonPlan, PlannedRun, plan_comparison
 from fedsim.comparison.results import Comparison
 from fedsim.comparison.rows import NO_SETTINGS, ComparisonSettings, canonical, numeric_axes, score_of
 from fedsim.comparison.stored import COMPARISON, ComparisonFile, read_comparison_file
@@ -52,7 +52,7 @@ from fedsim.comparison.tables import (
 )
 from fedsim.config.engines import traits_of
 from fedsim.config.experiment import Experiment
-from fedsim.config.validation import warnings_about, warnings_about_objects
+from fedsim.config.validation import warnings_about_objects
 from fedsim.data.sources import data_loaded_once
 from fedsim.errors import ExperimentError, FedsimWarning, RecordError, SettingWarning, one_line, show
 from fedsim.processes.child_process import exit_if_imported_by_child
@@ -185,7 +185,7 @@ def run_comparison(
         painter = stack.enter_context(Painter(formats, callback.on_drawing))
         plan, todo = folder.plan, folder.unfinished(shard)
         jobs = min(jobs or default_jobs(plan, todo), max(1, len(todo)))
-        _warn(todo, plan.settings.metric, keeps_folder=keeps_folder)
+        warn_about(plan, todo, keeps_folder=keeps_folder)
         callback.on_start(plan, todo, jobs)
         _run(todo, jobs, session, folder, callback, one_process=jobs > 1 and not plan.engine_chosen)
         if shard is not None:
@@ -210,7 +210,9 @@ def check_runs(runs: Sequence[PlannedRun], session: Session, *, to_run: bool, sk
             for line in error.lines:
                 problems.setdefault(line, []).append(run.point)
     if problems and not skip_invalid:
-        raise ExperimentError(*(with_points(line, affected, len(runs)) for line, affected in problems.items()))
+        raise ExperimentError(
+            *(with_points(line, affected, [run.point for run in runs]) for line, affected in problems.items())
+        )
 
 
 def summarised(folder: ComparisonFolder, painter: Painter | None) -> Comparison:
@@ -223,27 +225,15 @@ def summarised(folder: ComparisonFolder, painter: Painter | None) -> Comparison:
     return comparison
 
 
-def _warn(runs: Sequence[PlannedRun], metric: str | None, *, keeps_folder: bool) -> None:
-    """Issue the warnings about the experiments, each only once.
+def warn_about(plan: ComparisonPlan, runs: Sequence[PlannedRun], *, keeps_folder: bool) -> None:
+    """Issue the warnings about a comparison before it executes `runs`, each only once.
 
-    `metric` is the metric by which runs are compared, or None for the default. `keeps_folder`: whether interrupted runs
-    can be resumed.
+    `keeps_folder`: whether interrupted runs can be resumed.
     """
-
-    def relevant(experiment: Experiment) -> list[Any]:
-        tables = experiment.resolved()
-        return [tables["model"], tables["attack"], experiment.workers, experiment.cohort, experiment.buffers]
-
-    lines = [line for run in distinct(runs, relevant) for line in warnings_about(run.experiment)]
-    if metric is None and (untrained := untrained_part(run.experiment for run in runs)):
-        algorithm, number = untrained
-        lines.append(
-            f"{algorithm}: workers use different global models, so test results of the global model say little; "
-            f"compare with metric={number}"
-        )
+    lines = plan.warnings if runs else []
     if keeps_folder:
         resumable = [run.experiment for run in runs if run.experiment.checkpoint.every != 0]
-        lines += [line for experiment in resumable for line in warnings_about_objects(experiment)]
+        lines = [*lines, *(line for experiment in resumable for line in warnings_about_objects(experiment))]
     for line in dict.fromkeys(lines):
         warnings.warn(line, SettingWarning, stacklevel=3)
 

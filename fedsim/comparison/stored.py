@@ -35,6 +35,7 @@ class ComparisonFile(LenientModel):
     base: dict[str, Any] = Field({})
     runs: list[ComparisonEntry]
     settings: ComparisonSettings = NO_SETTINGS
+    warnings: list[str] = Field([])
 
     @model_validator(mode="before")
     @classmethod

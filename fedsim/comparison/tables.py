@@ -401,6 +401,7 @@ def table_notes(comparison: ComparedRuns, best: str = "*", tied: str = "~") -> l
     if settings.target is not None:
         notes += _notes_on_target(comparison)
     notes += [f"left out: {line}" for line in comparison.left_out]
+    notes += [f"warning: {line}" for line in comparison.warnings]
     if comparison.diverged:
         notes.append(
             f"{comparison.diverged} of {runs} runs diverged: their results are those of the last finite model, and "

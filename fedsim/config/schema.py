@@ -544,8 +544,8 @@ class TopAggregate(ComponentTable):
     place, named_by, registry = "top_aggregate", "rule", rule
 
     rule: Name | list[Name | dict[str, Any]] = "weighted_mean"
-    """Aggregation rule, or a list of pre-aggregators and a rule. Each is a name or a table {rule, parameters}. `nnm+krum`
-    is the list of both names."""
+    """Aggregation rule, or a list of pre-aggregators and a rule. Each is a name or a table {rule, parameters}.
+    Lists of names can be written as `nnm+krum`."""
     f: Count | None = None
     """Number of Byzantine updates that the rule must tolerate, for rules with this parameter. Unset: true number."""
     weights: Literal["uniform", "samples"] | list[NonNegativeFloat] | None = None

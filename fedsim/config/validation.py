@@ -78,20 +78,29 @@ def problems_with(experiment: Settings) -> list[str]:
 
 def warnings_about(experiment: Settings) -> list[str]:
     """Return one line for each setting without effect, or with an effect that users rarely intend."""
-    attack, lines = experiment.attack, list[str | None](settings_without_effect(experiment))
+    return [*settings_without_effect(experiment), *rarely_intended(experiment), *frozen_statistics(experiment)]
+
+
+def rarely_intended(experiment: Settings) -> list[str]:
+    """Return one line for each setting with an effect that users rarely intend, without creating the model."""
+    attack, lines = experiment.attack, list[str | None]()
     # otherwise the numbers of workers and attackers vary between rounds
     if experiment.cohort_size == experiment.workers:
         lines.append(attack.component.weakness(experiment.workers, attack.count(experiment.workers)))
-    unnamed = [(attack, experiment.workers, "workers"), (experiment.top_attack, experiment.group_count, "groups")]
+    attacks = [(attack, experiment.workers, "workers"), (experiment.top_attack, experiment.group_count, "groups")]
+    lines.extend(
+        f"{table.place}.fraction = {table.fraction:g}: is less than one of {n} {units}, so there is no attack; use a "
+        f"larger fraction, or more {units}"
+        for table, n, units in attacks
+        if table.fraction and n and not table.count(n)
+    )
     lines.extend(
         f"{table.place}.name is unset: the Byzantine {units} train like honest {units}; write "
         f"{table.place}.name=sign_flipping, or {table.place}.name=none if this is intended"
-        for table, n, units in unnamed
+        for table, n, units in attacks
         if table.count(n) and "name" not in table.model_fields_set
     )
     lines += [large_delta(experiment), _warning_about_neighbours(experiment)]
-    if experiment.buffers == "frozen":
-        lines.append(_warning_about_statistics(experiment))
     return [line for line in lines if line]
 
 
@@ -140,11 +149,14 @@ def large_delta(experiment: Settings) -> str | None:
     )
 
 
-def _warning_about_statistics(experiment: Settings) -> str | None:
+def frozen_statistics(experiment: Settings) -> list[str]:
+    """Return a line if `buffers` freezes running statistics of the model, which is created to look for them."""
+    if experiment.buffers != "frozen":
+        return []
     with preserve_random_state(torch.device("cpu")):
         names = [name for name, _ in experiment.model.component().named_buffers() if name.endswith("running_mean")]
     if not names:
-        return None
+        return []
     shown = f"{names[0]}, ..." if len(names) > 1 else names[0]
     private = experiment.privacy.component.active  # which refuses all other treatments of buffers
     remedy = (
@@ -152,20 +164,25 @@ def _warning_about_statistics(experiment: Settings) -> str | None:
         if private
         else "buffers=average or buffers=local"
     )
-    return (
+    return [
         f'buffers = "frozen": running statistics ({shown}) are never updated, so '
         f"tests use their initial values; use {remedy}"
-    )
+    ]
 
 
-def settings_without_effect(experiment: Settings) -> Iterator[str]:
-    """Yield one warning line for each key with a value other than its default that has no effect."""
-    default = _default(type(experiment))
-    for setting, keys in _unused_keys(experiment):
-        for key in sorted(keys):
-            value, usual = (reduce(getattr, key.split("."), tables) for tables in (experiment, default))
-            if value not in (usual, TRUE_OF_ANY_ENGINE.get(key, usual)):
-                yield f"{key} has no effect with {setting}; omit it"
+def settings_without_effect(*experiments: Settings) -> Iterator[str]:
+    """Yield one warning line for each key that has no effect in any experiment that sets it to another value."""
+    default, unused = _default(type(experiments[0])), [dict[str, str]() for _ in experiments]
+    for experiment, settings in zip(experiments, unused, strict=True):
+        for setting, keys in _unused_keys(experiment):
+            settings |= {key: setting for key in sorted(keys) if key not in settings}
+    for key in dict.fromkeys(key for settings in unused for key in settings):
+        usual = reduce(getattr, key.split("."), default)
+        neutral = usual, TRUE_OF_ANY_ENGINE.get(key, usual)
+        values = (reduce(getattr, key.split("."), experiment) for experiment in experiments)
+        changed = [settings for settings, value in zip(unused, values, strict=True) if value not in neutral]
+        if changed and all(key in settings for settings in changed):
+            yield f"{key} has no effect with {changed[0][key]}; omit it"
 
 
 @cache
@@ -235,13 +252,14 @@ def _unused_by_values(experiment: Settings) -> Iterator[tuple[str, Iterable[str]
     of_clock = {f"clock.{key}" for key in Clock.model_fields if key != "replay_log"}
     of_attack = {f"attack.{key}" for key in ("name", "start_round", "before_processors", "knows", "slowdown")}
     private = f"privacy.mechanism={experiment.privacy.mechanism}"
-    attacked = not experiment.groups or experiment.top_attack.count(experiment.group_count)
+    top_attack = experiment.top_attack
+    attacked = not experiment.groups or top_attack.fraction or top_attack.count(experiment.group_count)
     uses: list[tuple[Any, str, set[str]]] = [  # (whether the keys are used, the setting, the keys)
         (experiment.protects, private, {"privacy.delta", "privacy.accountant"}),
         (experiment.clock.replay_log is None, "clock.replay_log", of_clock),
         (keeps_state, "workers without state", {"worker_state_memory"}),
         (not isinstance(algorithm, TrainFunction), function, by_function),
-        (attack.count(experiment.workers), f"no Byzantine workers ({_why_no_attackers(experiment)})", of_attack),
+        (attack.count(experiment.workers) or attack.fraction, "no Byzantine workers (set attack.f)", of_attack),
         (experiment.groups, "groups unset", {"group_rounds", "top_aggregate", "top_attack"}),
         (
             attacked,
@@ -258,11 +276,6 @@ def _unused_by_values(experiment: Settings) -> Iterator[tuple[str, Iterable[str]
         (experiment.planned_settings, "no schedule over all rounds and no target_epsilon", {"planned_rounds"}),
     ]
     yield from ((setting, keys) for used, setting, keys in uses if not used)
-
-
-def _why_no_attackers(experiment: Settings) -> str:
-    fraction, workers = experiment.attack.fraction, experiment.workers
-    return f"{fraction:g} of {workers} workers is less than one; set attack.f=1" if fraction else "set attack.f"
 
 
 def _needs_local_steps(experiment: Settings, setting: str, instead: str) -> str:

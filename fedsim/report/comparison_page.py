@@ -143,8 +143,8 @@ def run_name(run: Run) -> str:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """Return warnings about unfinished and diverged runs, races, and values that `tune` could not choose."""
-    total, lines = len(comparison.runs), list[str]()
+    """Return warnings about settings, unfinished and diverged runs, races, and values that `tune` could not choose."""
+    total, lines = len(comparison.runs), [f"{line[:1].upper()}{line[1:]}." for line in comparison.warnings]
     if missing := len(comparison.failed):
         lines.append(f"Not finished: {missing} of {total} runs. The table counts only finished runs.")
     if diverged := comparison.diverged:

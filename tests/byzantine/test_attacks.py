@@ -201,7 +201,7 @@ def test_alie_is_z_standard_deviations_from_the_mean(honest, ddof, sign, z):
 @pytest.mark.parametrize(("n", "f"), [(10, 2), (8, 2), (5, 1)])
 def test_alie_warns_if_z_is_0(n, f):
     honest = torch.randn(n - f, 4, dtype=torch.double, generator=torch.Generator().manual_seed(0))
-    line = f"^alie: z = 0 for n = {n}, f = {f}: this attack does nothing; set attack.z, e.g. 1.5$"
+    line = f"^alie: z = 0 for n = {n}, f = {f}: this attack does nothing; set attack.z=1.5$"
     with pytest.warns(SettingWarning, match=line):
         rows = attack(honest, "alie", f)
     assert torch.allclose(rows, honest.mean(0).expand(f, -1))

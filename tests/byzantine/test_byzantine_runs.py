@@ -33,7 +33,7 @@ def test_an_attack_without_effect_warns_once(tables):
     with pytest.warns(SettingWarning) as caught:
         fedsim.run(tables)
     lines = [str(warning.message) for warning in caught]
-    assert lines == ["alie: z = 0 for n = 5, f = 1: this attack does nothing; set attack.z, e.g. 1.5"]
+    assert lines == ["alie: z = 0 for n = 5, f = 1: this attack does nothing; set attack.z=1.5"]
     fedsim.run({**tables, "attack": {"name": "alie", "workers": [1], "z": 1.5}})
 
 

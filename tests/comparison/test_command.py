@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from fedsim.comparison.plan import plan_comparison
 from tests.commands import assert_none_left, processes_of_group, read_until, run_on_a_terminal, start
 
 QUICK = ["name=quick", "model=logistic", "data=tests.components:tiny", "workers=3", "rounds=2"]
@@ -48,6 +49,72 @@ def test_a_dry_run_lists_the_runs_and_leaves_nothing(cli, tmp_path):
         f"lr{lr}-seed{seed}: local.lr={lr} seed={seed}" for lr in (0.1, 0.2) for seed in (0, 1)
     ]
     assert list(tmp_path.iterdir()) == []
+
+
+ALIE = "alie: z = 0 for n = 5, f = 1: this attack does nothing; set "
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_warnings_of_a_dry_run_are_those_of_the_run_and_are_below_the_table(cli, tmp_path):
+    words = [*SERIAL, "workers=5", "rounds=1", "aggregate.rule=mean,median", "seed=0,1"]
+    one, several = "attack.z=1.5", """attack='{name="alie",z=1.5},ipm' instead of attack.name"""
+    grid = ("alie,ipm", f"aggregate.rule=mean attack.name=alie seed=0: {ALIE}{several} (and 3 more of 8 runs)")
+    for attacks, warning in (("alie", ALIE + one), grid):
+        planned = cli("compare", *words, "attack.f=1", f"attack.name={attacks}", "--dry-run")
+        assert (planned.exit_code, planned.stderr) == (0, f"warning: {warning}\n")
+    done = cli("compare", *words, "attack.f=1", "attack.name=alie,ipm", "--out", "x", "records.figures=[]")
+    assert done.stderr == planned.stderr
+    again = cli("compare", "x", "--allow-imports")
+    for text in (done.stdout, again.stdout, (tmp_path / "x" / "summary.txt").read_text()):
+        assert " ".join(text.split()).count(f"warning: {grid[1]}") == 1
+    cli("report", "x")
+    assert "this attack does nothing" in (tmp_path / "x" / "report.html").read_text()
+    advised = cli("compare", *words, "attack.f=1", 'attack={name="alie",z=1.5},ipm', "--dry-run")
+    assert (advised.exit_code, advised.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["attack.name=alie,ipm", "attack.f=1", "attack.z=1"],
+            "error: attack.name=ipm: attack.z = 1: unknown key (the attack is ipm); write "
+            """attack='{name="alie",z=1},ipm' instead of attack.name and attack.z\n""",
+        ),
+        (
+            ['partition=iid,{name="dirichlet",min_samples=1}', "partition.alpha=0.1"],
+            "error: partition=iid: partition.alpha = 0.1: unknown key (the partition strategy is iid); write "
+            """partition='iid,{name="dirichlet",min_samples=1,alpha=0.1}' instead of partition.alpha\n""",
+        ),
+    ],
+)
+def test_advice_on_a_parameter_is_correct_for_an_axis_of_components(cli, words, message):
+    result = cli("compare", *SERIAL, *words, "--dry-run")
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "warnings"),
+    [
+        (["attack.name=alie,ipm"], ["attack.name has no effect with no Byzantine workers (set attack.f); omit it"]),
+        (["attack.f=0,1", "attack.name=ipm"], []),
+        (["aggregate.rule=mean,krum", "aggregate.f=0"], []),
+        (
+            ["aggregate.rule=mean,median", "aggregate.f=1"],
+            ["aggregate.f has no effect with aggregate.rule=mean; omit it"],
+        ),
+        (
+            ["workers=4,12", "attack.fraction=0.1", "attack.name=ipm"],
+            [
+                "workers=4: attack.fraction = 0.1: is less than one of 4 workers, so there is no attack; use a larger "
+                "fraction, or more workers"
+            ],
+        ),
+    ],
+)
+def test_a_setting_without_effect_in_all_runs_that_set_it_is_a_warning(words, warnings):
+    assert plan_comparison(None, None, ["model=logistic", "rounds=1", *words]).warnings == warnings
 
 
 def test_failed_runs_are_listed_and_the_exit_code_is_1(cli):
