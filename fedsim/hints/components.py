@@ -12,6 +12,7 @@ from fedsim.hints.meanings import answer, nearest
 from fedsim.hints.names import did_you_mean, named, with_words
 
 NOTE = re.compile(r"<[\w, ]+>")  # name of an object without an import path
+IMPORT_PATH = re.compile(r"[\w.]+:[^\W\d][\w.]*")  # `cnn:Net` of a file cnn.py, unlike `dirichlet:0.1`
 
 
 def component_name_error(kind: str, name: str, where: str, place: str, components: Mapping[str, Any]) -> str | None:
@@ -44,7 +45,7 @@ def component_name_error(kind: str, name: str, where: str, place: str, component
 def _called(name: str, place: str, components: Mapping[str, Any]) -> str:
     """Return the settings for a component with its parameters, such as `dirichlet(0.1)` or `krum,f=1`, or ""."""
     call = re.fullmatch(r"\s*([\w-]+?)\s*(?:(?:[(:=@]|,(?=\s*\w+=))([^():/\\]*)\)?|[_-]?(\d[\d.e-]*))\s*", name)
-    if not call or not (called := named(call[1], components)):
+    if not call or IMPORT_PATH.fullmatch(name) or not (called := named(call[1], components)):
         return ""
     names = iter(components[called[0]].parameter_names)
     arguments = filter(None, re.split(r"[\s,]+", call[2] or call[3] or ""))

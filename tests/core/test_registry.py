@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import pickle
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,10 +13,12 @@ from typing import Annotated
 import pytest
 from pydantic import Field, ValidationError
 
+import fedsim
 from fedsim.asynchronous.policies import Policy, policy
 from fedsim.asynchronous.policies.gradient_updates import Hogwild
 from fedsim.config.components import COMPONENTS, registry_of
 from fedsim.core.base_table import ComponentTable
+from fedsim.core.import_policy import local_modules
 from fedsim.core.numbers import UNSURE, fitted
 from fedsim.core.parameter_model import checked_by_pydantic, parameter_model
 from fedsim.core.registry import Registry
@@ -221,3 +224,56 @@ def hasty(*, minutes: int = 1):
 
 def vague(*, turns: int | None = 2):
     """A component whose parameter may be None but has another default."""
+
+
+OWN_FILE = """
+import torch
+import fedsim
+from fedsim.data.sources import load_dataset
+
+class Net(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Flatten(), torch.nn.Linear(784, 10))
+
+def rule(updates):
+    return updates.mean(0)
+
+def attack(own_updates):
+    return -own_updates
+
+def parts(labels, n_workers):
+    return [list(range(worker, len(labels), n_workers)) for worker in range(n_workers)]
+
+def data():
+    return load_dataset("mnist5k")
+
+def loss(outputs, targets):
+    return torch.nn.functional.cross_entropy(outputs, targets)
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "module", "attribute"),
+    [
+        ("model", "cnn", "Net"),
+        ("aggregate", "krum", "rule"),
+        ("attack", "alie", "attack"),
+        ("partition", "dirichlet", "parts"),
+        ("data", "mnist", "data"),
+        ("task", "regression", "loss"),
+    ],
+)
+def test_a_file_may_have_the_name_of_a_component(key, module, attribute, tmp_path, monkeypatch):
+    (tmp_path / f"{module}.py").write_text(OWN_FILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(local_modules, "folders", {})
+    name, attacked = f"{module}:{attribute}", ["attack.f=1"] * (key == "attack")
+    try:
+        experiment = fedsim.load_experiment(None, [f"{key}={name}", *attacked])
+        table = getattr(experiment, key)
+        assert getattr(table, table.named_by) == name
+        fedsim.run(experiment, rounds=1, engine="serial")
+        with pytest.raises(fedsim.ExperimentError, match=f'= "{module}:missing": cannot be imported: .*missing'):
+            fedsim.load_experiment(None, [f"{key}={module}:missing"])
+    finally:
+        sys.modules.pop(module, None)
