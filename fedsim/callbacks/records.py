@@ -131,9 +131,10 @@ class Checkpoints(Callback):
             self._write(round)
 
     def _write(self, round: int) -> None:
-        """Write a checkpoint with the experiment and a digest of the records, so that changes are noticed."""
+        """Write a checkpoint with the experiment, and hashes of records and data, so that changes are noticed."""
         run, metadata = self._run, dict[str, Any]()
         if run.folder:
             run.folder.settle()
             metadata = {"experiment": run.experiment.resolved(), "records": run.folder.digest}
+            metadata["data"] = run.data_digests
         self._checkpoints.write(round, run.state, way=rounding_of(run.metadata.how), **metadata)

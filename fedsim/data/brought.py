@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedsim.core.learning_task import described
-from fedsim.core.model_inputs import concatenated, leaves, named
+from fedsim.core.model_inputs import concatenated, named
 from fedsim.core.objects import ARRAYS, are_several, is_pair, is_samples
 from fedsim.data.columns import PART_NAMES, DataColumn, parts_of, warn_of_unscaled, warn_of_unused
 from fedsim.data.drawn_tests import split_test
@@ -131,6 +131,14 @@ def is_table(data: Any) -> bool:
     return named and hasattr(data, "__len__")
 
 
+def holds_columns(data: Any) -> bool:
+    """Whether an object consists of arrays, tensors and data frames, which are read without a loop over samples."""
+    if isinstance(data, Mapping) or (isinstance(data, (tuple, list)) and not is_samples(data)):
+        parts = [part for part in (data.values() if isinstance(data, Mapping) else data) if part is not None]
+        return bool(parts) and all(map(holds_columns, parts))
+    return isinstance(data, (TensorData, *ARRAYS)) or is_pair(data) or hasattr(data, "to_numpy")
+
+
 def _parts(data: Any, *, of_worker: bool) -> Parts:
     """Return the training part and the test part (if given) of an object. Raise DataError if it cannot be used.
 
@@ -210,12 +218,11 @@ def _read(data: Any, place: str) -> TensorData:
         tensors = as_tensor_data(data)
     except DataError as error:
         raise DataError(f"{place}: {error}") from None
-    for tensor in leaves(tensors.inputs):
+    for name, tensor in named(tensors.inputs).items():
         if tensor.is_floating_point() and not (finite := tensor.float().isfinite()).all():
             sample = int((~finite).nonzero()[0, 0])
-            raise DataError(
-                f"{place}: sample {sample} has NaN or infinity as input; replace it, or remove such samples"
-            )
+            where = "as input" if name == "inputs" else f"in {name}"
+            raise DataError(f"{place}: sample {sample} has NaN or infinity {where}; replace it, or remove such samples")
     return tensors
 
 

@@ -101,10 +101,8 @@ class TensorData(Dataset):
             object.__setattr__(self, "inputs", inputs)
         if not len(leaves(self.inputs)):
             raise ValueError(f"inputs = {self.inputs}: must contain at least one tensor")
-        if wrong := [len(tensor) for tensor in leaves(self.inputs) if len(tensor) != len(self.targets)]:
-            raise ValueError(
-                f"there are {wrong[0]} inputs, but {len(self.targets)} targets; each input needs one target"
-            )
+        if wrong := [(t, name) for name, t in named(self.inputs).items() if len(t) != len(self.targets)]:
+            raise ValueError(_unequal(*wrong[0], self.targets))
         known = self.targets.dtype == torch.long or self.targets.is_floating_point() or self.rows is not None
         if not known or not self.targets.ndim:
             raise ValueError(
@@ -243,6 +241,12 @@ class TensorData(Dataset):
         return {**named(self.inputs), "targets": self.targets, **rows}
 
 
+def _unequal(inputs: Any, name: str, targets: Any) -> str:
+    """Return the error for inputs, called `inputs` or `inputs.NAME`, whose number differs from that of the targets."""
+    rows = "rows of " * (name != "inputs")
+    return f"there are {len(inputs)} {rows}{name}, but {len(targets)} targets; each input needs one target"
+
+
 def compact(values: Tensor) -> Tensor:
     """Return the underlying 1-D tensor [m] of overlapping samples, such as windows of a text, else `values` itself."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
@@ -320,7 +324,8 @@ def as_tensor_data(data: Any) -> TensorData:
         inputs = _stacked([sample[0] for sample in samples])
         targets = torch.from_numpy(as_targets([sample[1] for sample in samples]))
     ids, notes = id_columns(getattr(data, "ids", None)), list[str]()
-    inputs = on_each(_prepared, inputs, pictures, notes)
+    prepared = iter([_prepared(tensor, name, pictures, notes) for name, tensor in named(inputs).items()])
+    inputs = on_each(lambda _: next(prepared), inputs)
     scale = 1 / 255 if notes else 1.0
     if not isinstance(inputs, Tensor):
         return TensorData(inputs, targets, scale, ids=ids, assumed=(*dict.fromkeys(notes),))
@@ -332,26 +337,30 @@ def as_tensor_data(data: Any) -> TensorData:
     return TensorData(inputs, targets, dtype=inputs.dtype, ids=ids, assumed=(note,))
 
 
-def _prepared(inputs: Tensor, pictures: bool, notes: list[str]) -> Tensor:
+def _prepared(inputs: Tensor, name: str, pictures: bool, notes: list[str]) -> Tensor:
     """Return inputs with the axes and of a type that TensorData can have. A note on uint8 inputs is added to `notes`.
 
-    `pictures`: whether the inputs were images of PIL, so that the first axis contains the channels.
+    Args:
+        inputs: tensor [n, ...].
+        name: name for error messages, such as `inputs` or `inputs.image`.
+        pictures: whether the inputs were images of PIL, so that the first axis contains the channels.
+        notes: what is assumed about the inputs, modified in place.
     """
     if inputs.layout != torch.strided or inputs.is_complex() or inputs.is_quantized:
         kind = f"layout {inputs.layout} and type {inputs.dtype}"
-        raise DataError(f"the inputs must be a dense tensor of real numbers, but have {kind}")
+        raise DataError(f"the {name} must be a dense tensor of real numbers, but have {kind}")
     if not pictures and (inputs.dtype == torch.uint8 or inputs.is_floating_point()):
-        inputs = _channels_first(inputs)
+        inputs = _channels_first(inputs, name)
     if inputs.dtype == torch.uint8:
         shape, inputs = list(inputs.shape[1:]), inputs[:, None] if inputs.ndim == 3 else inputs
         changed = f", shape {shape} becomes {[1, *shape]}" * (len(shape) == 2)
         notes.append(f"uint8 inputs are divided by 255{changed}")
     if inputs.dtype in (torch.uint16, torch.uint32, torch.uint64):  # few operations of PyTorch support them
-        inputs = torch.from_numpy(_int64(inputs.numpy(), "inputs"))
+        inputs = torch.from_numpy(_int64(inputs.numpy(), name))
     return inputs
 
 
-def _channels_first(inputs: Tensor) -> Tensor:
+def _channels_first(inputs: Tensor, name: str) -> Tensor:
     """Return images [n, h, w, channels] as [n, channels, h, w]. Inputs of other shapes are unchanged.
 
     Without a setting `data.channels`, the last axis contains the channels if it has at most 4 elements and is shorter
@@ -366,11 +375,11 @@ def _channels_first(inputs: Tensor) -> Tensor:
         is_last = last <= MOST_CHANNELS < first and last < height
         if not is_last and (last <= MOST_CHANNELS or last < min(first, height)):
             raise DataError(
-                f"inputs of shape {shape} may be images with {plural(first, 'channel')} first or with "
+                f"{name} of shape {shape} may be images with {plural(first, 'channel')} first or with "
                 f'{plural(last, "channel")} last; set data.channels to "first" or "last"'
             )
         if is_last and not settings.has_images:
-            line = f"inputs of shape {shape} are taken for images with channels last, and become {[last, *shape[:2]]}"
+            line = f"{name} of shape {shape} are taken for images with channels last, and become {[last, *shape[:2]]}"
             warnings.warn(f'{line}; data.channels = "last" confirms this', FedsimWarning, stacklevel=3)
     settings.has_images = True
     return inputs.permute(0, 3, 1, 2).contiguous() if is_last else inputs
@@ -395,23 +404,25 @@ def as_pair(sample: Any, index: int) -> tuple[Any, Any]:
     raise DataError(f"sample {index} {problem}; each sample must be a pair (input, target), as in {conversion}")
 
 
-def _columns(inputs: Any, targets: Any) -> tuple[Inputs, Tensor]:
-    """Return `inputs` and `targets` (tensors or arrays) as tensors."""
+def _columns(inputs: Any, targets: Any, name: str = "inputs") -> tuple[Inputs, Tensor]:
+    """Return `inputs` (called `name` in errors) and `targets`, which are tensors or arrays, as tensors."""
     if are_several(inputs):
-        columns: dict[Any, Any] = {name: _columns(array, targets) for name, array in by_name(inputs).items()}
+        columns: dict[Any, Any] = {
+            key: _columns(array, targets, f"inputs.{key}") for key, array in by_name(inputs).items()
+        }
         (_, numbers), *_ = columns.values()
         several = {name: tensor for name, (tensor, _) in columns.items()}
         return several if isinstance(inputs, Mapping) else tuple(several.values()), numbers
-    for place, value in (("inputs", inputs), ("targets", targets)):
+    for place, value in ((name, inputs), ("targets", targets)):
         if not isinstance(value, (Tensor, np.ndarray)) or not value.ndim:
             kind = type(value).__name__
             remedy = "; convert the object with .to_numpy()" if hasattr(value, "to_numpy") else ""
             raise DataError(f"{place}: must be a tensor or an array with at least one dimension, not a {kind}{remedy}")
     if len(inputs) != len(targets):
-        raise DataError(f"there are {len(inputs)} inputs, but {len(targets)} targets; each input needs one target")
+        raise DataError(_unequal(inputs, name, targets))
     array = targets.detach().cpu().numpy() if isinstance(targets, Tensor) else _plain(targets)
     array = _as_int64(array) if array.dtype.kind in "iubf" else as_targets(list(array))
-    return _as_tensor(inputs, "an array of inputs"), torch.from_numpy(np.require(array, requirements=["C", "W"]))
+    return _as_tensor(inputs, f"an array of {name}"), torch.from_numpy(np.require(array, requirements=["C", "W"]))
 
 
 def _stacked(values: list[Any], kind: str = "input") -> Inputs:

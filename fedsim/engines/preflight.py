@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedsim.core.input_limits import leaves_of
 from fedsim.data import TensorData
-from fedsim.data.tensors import compact
+from fedsim.data.digests import digests_of
 from fedsim.errors import ExperimentError, FedsimError, show
 from fedsim.processes.process_group import RankGroup
 from fedsim.version import __version__
@@ -48,11 +46,7 @@ class Preflight:
 
         Raises ExperimentError in all ranks if a rank differs from rank 0 or has failed.
         """
-        data = {
-            f"{name} {part}": digest(tensor)
-            for name, split in (("training", train), ("test", test))
-            for part, tensor in split.tensors.items()
-        }
+        data = digests_of({"training": train, "test": test})
         self.settled = True
         answers = self._ranks.gather_objects((None, {**self._claims, "the data": data}))
         lines = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(answers) if error]
@@ -88,11 +82,3 @@ def difference_of(claims: list[Claims]) -> list[str]:
                 remedy = "; for separate runs, name another engine, such as engine=serial" * (kind == EXPERIMENT)
                 return [f"the ranks differ in {kind}: {', '.join(values)}{more}{remedy}"]
     return []
-
-
-def digest(tensor: Tensor) -> str:
-    """Return a hexadecimal hash of a tensor's values, shape and dtype."""
-    values = compact(tensor.detach()).cpu().contiguous()
-    state = hashlib.blake2b(f"{values.dtype} {tuple(values.shape)}".encode(), digest_size=8)
-    state.update(values.flatten().view(torch.uint8).numpy().data)
-    return state.hexdigest()

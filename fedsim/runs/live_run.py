@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar
 
 from torch import Tensor, nn
 
 from fedsim.config.experiment import Experiment
 from fedsim.core.snapshot import Snapshot
+from fedsim.data.digests import digest, digests_of
 from fedsim.engines import Engine, RunTask
 from fedsim.errors import DivergedError
 from fedsim.processes.retry import STARTED, retried
@@ -29,6 +30,7 @@ from fedsim.runs.result import Result
 T = TypeVar("T")
 
 TESTED = "tests have been tried"
+MOST_HASHED = 2**28  # bytes of each tensor of the data, which take about half a second
 
 
 def loop_of(experiment: Experiment, task: RunTask, engine: Engine, folder: RunFolder | None = None) -> Loop:
@@ -146,6 +148,24 @@ class LiveRun:
     def global_row(self) -> Tensor:
         """Copy of the global model's parameters as one flat vector [d], on the CPU."""
         return self.engine.shared.server.row.cpu().clone()
+
+    @cached_property
+    def data_digests(self) -> dict[str, str]:
+        """Hashes of the samples and of their assignment to workers, by name, which checkpoints store.
+
+        Of a tensor with more than `MOST_HASHED` bytes, only every k-th sample is hashed, so a change of the other
+        samples stays unnoticed. So does a change of the code that draws shards on demand.
+        """
+        data = self.engine.shared.data
+        parts = {"training": data.train, "test": data.test, "validation": data.validation}
+        if data.own_tests is not data.test:
+            parts["worker test"] = data.own_tests
+        digests = digests_of({name: part for name, part in parts.items() if len(part)}, MOST_HASHED)
+        shards = {"shard": data.shards, "local test shard": data.worker_tests}
+        for name, of_workers in shards.items():
+            tensors = [tensor for tensor in of_workers.tensors if len(tensor)]
+            digests |= {f"{name} {i}": digest(tensor, MOST_HASHED) for i, tensor in enumerate(tensors)}
+        return digests
 
     def state(self) -> Snapshot:
         """Return a snapshot of everything that the next round needs."""

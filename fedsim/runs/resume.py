@@ -5,6 +5,7 @@ Results are bit-identical to an uninterrupted run, except in races.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -140,10 +141,13 @@ class ResumeState:
         """Restore the state of a run from the newest usable checkpoint. Later records and checkpoints are dropped.
 
         Returns the number of finished rounds, or 0 if there is no usable checkpoint.
+
+        Raises ExperimentError if the run that wrote the checkpoint had other data.
         """
         start = run.state()
         while (checkpoint := run.engine.broadcast(self.newest())) is not None:
             round, state = checkpoint
+            self._require_same_data(run, state.metadata.get("data"))
             try:
                 run.resume(state)
             except UNFIT as error:
@@ -164,6 +168,22 @@ class ResumeState:
         self.checkpoints.forget_after(round)
         self._newest = None  # frees its memory
         return round
+
+    def _require_same_data(self, run: LiveRun, stored: Any) -> None:
+        """Raise ExperimentError if the data of a run differs from the hashes in a checkpoint.
+
+        Checkpoints of earlier versions contain no hashes.
+        """
+        if not isinstance(stored, dict):
+            return
+        now = run.data_digests
+        names = [re.sub(r" \d+$", "s", name) for name in {**stored, **now} if stored.get(name) != now.get(name)]
+        if names:
+            folder = f"{self._folder.path}: " if self._folder else ""
+            raise ExperimentError(
+                f"{folder}holds a run with other data: {', '.join(map(cut, dict.fromkeys(names)))} differ; use the "
+                "same data, or another folder"
+            )
 
     def newest(self) -> State | None:
         """Return the newest usable checkpoint as (round, state); None if there is none."""

@@ -69,7 +69,8 @@ def run(
         out: new or empty folder for the records; None to write no records.
         resume: whether to continue the run of this experiment in `out`: an interrupted run, or a finished run for more
             rounds. The results are bit-identical to those of an uninterrupted run, except in races. If `out` is new,
-            the run starts from round 1.
+            the run starts from round 1. Other data is refused. It is compared by hashes, of tensors with more than
+            256 MiB by those of every k-th row.
         callbacks: objects whose methods are called before the first round, after each round, and at the end; see
             `fedsim.Callback`.
         on_setup: function that is called with the name of each step before the first round, such as "loading the data

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from fedsim.core.objects import ObjectName
 from fedsim.data import TensorData
+from fedsim.data.brought import holds_columns
 from fedsim.data.sources import load_dataset_once
 from fedsim.engines import Engine
 from fedsim.engines import engine as engines
@@ -20,7 +22,8 @@ MOST_DATA_SETS = 4  # maximum number of datasets in memory; the least recently u
 class Session:
     """Keeps processes and data sets between several runs, which then start faster. Use it in a `with` block.
 
-    The end of the block stops the processes.
+    The end of the block stops the processes. Files, functions and data sets of single samples are read once, so later
+    changes of them have no effect in the session. Arrays, tensors and data frames are read in each run.
 
     >>> import fedsim
     >>> with fedsim.Session() as session:
@@ -80,14 +83,22 @@ class Session:
             params: parameters of the data set.
             device: device of the tensors.
         """
+        if isinstance(name, ObjectName) and holds_columns(name.target):  # the user may change them between runs
+            return self._loaded(name, root, params, device)
         key = repr((name, root, sorted(params.items()), device))
         if key not in self._data:
             while len(self._data) >= MOST_DATA_SETS:
                 del self._data[next(iter(self._data))]
-            train, test = load_dataset_once(name, root, params, take=True)
-            self._data[key] = train.to(device, train.dtype), test.to(device, test.dtype)
+            self._data[key] = self._loaded(name, root, params, device)
         self._data[key] = self._data.pop(key)  # the most recently used one is last
         return self._data[key]
+
+    @staticmethod
+    def _loaded(
+        name: str, root: str | None, params: Mapping[str, Any], device: torch.device
+    ) -> tuple[TensorData, TensorData]:
+        train, test = load_dataset_once(name, root, params, take=True)
+        return train.to(device, train.dtype), test.to(device, test.dtype)
 
     def close(self) -> None:
         """Stop the engine's processes, and free the data."""

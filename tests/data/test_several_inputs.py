@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader
 
 import fedsim
 from fedsim.data import CustomSubset, as_tensor_data
+from fedsim.data.digests import digest
 from fedsim.data.subsets import split_validation
-from fedsim.engines.preflight import digest
 from fedsim.errors import DataError, ExperimentError
 from tests.several_inputs import NAMES, TRAIN, Joint, samples
 
@@ -158,7 +158,7 @@ def test_digests_and_shared_memory_cover_all_inputs():
 
 
 def test_lengths_and_names_are_checked():
-    with pytest.raises(ValueError, match="there are 5 inputs, but 12 targets"):
+    with pytest.raises(ValueError, match=r"there are 5 rows of inputs\.attention_mask, but 12 targets"):
         fedsim.TensorData({"input_ids": IDS, "attention_mask": MASK[:5]}, TARGETS)
     with pytest.raises(ValueError, match="must contain at least one tensor"):
         fedsim.TensorData({}, TARGETS)
@@ -204,3 +204,28 @@ def test_what_is_not_defined_for_several_inputs_is_refused(settings, line):
 
     with pytest.raises(ExperimentError, match=line):
         fedsim.run({"data": without_image, "workers": 4, "rounds": 1, "engine": "serial", **settings})
+
+
+def with_nan(values):
+    values = values.clone().float()
+    values[3, 1] = torch.nan
+    return values
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (({"a": IDS.float(), "b": with_nan(MASK)}, TARGETS), "sample 3 has NaN or infinity in inputs.b; replace"),
+        (((IDS.float(), with_nan(MASK)), TARGETS), "sample 3 has NaN or infinity in inputs.1; replace"),
+        ((with_nan(MASK), TARGETS), "sample 3 has NaN or infinity as input; replace"),
+        (({"a": IDS, "b": MASK[:5]}, TARGETS), "there are 5 rows of inputs.b, but 12 targets; each input needs"),
+        ((IDS[:5], TARGETS), "there are 5 inputs, but 12 targets; each input needs"),
+        ([({"a": IDS[k], "b": MASK[k, : 4 - k % 2]}, 0) for k in range(4)], "the input b of sample 1 has shape [3], "),
+        (({"a": IDS, "b": torch.zeros(N, 3, 3, 3)}, TARGETS), "inputs.b of shape [3, 3, 3] may be images"),
+        (({"a": IDS, "b": MASK.to_sparse()}, TARGETS), "the inputs.b must be a dense tensor"),
+    ],
+)
+def test_an_error_names_the_input(data, line):
+    with pytest.raises(DataError) as caught:
+        fedsim.load_dataset((data, data))
+    assert line in str(caught.value)

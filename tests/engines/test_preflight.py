@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from fedsim.engines.preflight import difference_of, digest
+from fedsim.data.digests import digest
+from fedsim.engines.preflight import difference_of
 
 REMEDY = "; for separate runs, name another engine, such as engine=serial"
 
@@ -31,3 +32,12 @@ def test_a_hash_goes_by_values_shape_and_dtype():
     assert len({digest(values), *map(digest, others)}) == 5
     assert digest(torch.zeros(3, 2).t()) == digest(torch.zeros(2, 3))
     assert digest(torch.zeros(3, dtype=torch.bfloat16)) != digest(torch.zeros(3))
+
+
+def test_of_a_large_tensor_every_kth_row_is_hashed():
+    values = torch.arange(400.0).reshape(100, 4)
+    changed = {row: values.clone().index_fill_(0, torch.tensor([row]), -1) for row in range(100)}
+    seen = [row for row, other in changed.items() if digest(other, 800) != digest(values, 800)]
+    assert seen == [*range(0, 100, 2)]
+    assert len({digest(other, 1600) for other in changed.values()}) == 100
+    assert digest(values, 800) != digest(values[:99], 800)

@@ -9,6 +9,7 @@ import shutil
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save
@@ -349,6 +350,97 @@ def test_another_experiment_is_refused_with_the_differences(tables, tmp_path):
 
 
 @pytest.mark.filterwarnings("always")
+class Pair(torch.nn.Linear):
+    """A linear model of two inputs."""
+
+    def __init__(self):
+        super().__init__(9, 3)
+
+    def forward(self, image, table):
+        return super().forward(torch.cat([image, table], 1))
+
+
+def brought(kind, change=None):
+    """Return training and test data of one kind, after one change of the training data."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.rand(80, 6, generator=generator), torch.arange(80) % 3
+    inputs[5, 2] += change == "one input"
+    targets[:40] = targets[:40].flip(0) if change == "targets" else targets[:40]
+    table = inputs[:, :3] + (change == "second input")
+    parts = [slice(36 if change == "samples" else 40), slice(40, None)]
+    train, test = [
+        {
+            "arrays": (inputs[part].numpy(), targets[part].numpy()),
+            "several inputs": ({"image": inputs[part], "table": table[part]}, targets[part]),
+            "tensors": fedsim.TensorData(inputs[part], targets[part], 2.0 if change == "scale" else 1.0),
+            "samples": list(zip(inputs[part], targets[part].tolist(), strict=True)),
+        }[kind]
+        for part in parts
+    ]
+    return train, test
+
+
+INPUT, TARGETS = "training inputs", "training targets"
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "names"),
+    [
+        ("arrays", "one input", f"{INPUT} differ"),
+        ("arrays", "samples", f"{INPUT}, {TARGETS}, shards"),
+        ("several inputs", "second input", "training inputs.table, test inputs.table differ"),
+        ("tensors", "scale", "training scaling, test scaling differ"),
+        ("samples", "targets", f"{TARGETS} differ"),
+    ],
+)
+def test_a_run_is_not_resumed_with_other_data(kind, change, names, tables, tmp_path):
+    tables |= {"model": Pair if kind == "several inputs" else "mlp", "rounds": 2}
+    fedsim.run({**tables, "data": brought(kind)}, tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(fedsim.ExperimentError) as caught:
+        fedsim.run({**tables, "data": brought(kind, change)}, tmp_path / "run", rounds=3, resume=True)
+    (line,) = caught.value.lines
+    assert f"holds a run with other data: {names}" in line
+    assert line.endswith("differ; use the same data, or another folder")
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    result = fedsim.run({**tables, "data": brought(kind)}, tmp_path / "run", rounds=3, resume=True)
+    assert len(result.history) == 3
+
+
+def test_a_changed_file_or_partition_is_noticed(tables, tmp_path):
+    path = tmp_path / "data.npz"
+    tables |= {"model": "mlp", "data": str(path), "rounds": 1}
+    for change in (None, "one input"):
+        (inputs, targets), _ = brought("arrays", change)
+        np.savez(path, inputs=inputs, targets=targets)
+        if change:
+            with pytest.raises(fedsim.ExperimentError, match="holds a run with other data: "):
+                fedsim.run(tables, tmp_path / "run", rounds=2, resume=True)
+        else:
+            fedsim.run(tables, tmp_path / "run")
+    tables |= {"data": brought("arrays")}
+    first = 0
+    tables["partition"] = lambda labels, n_workers: np.array_split(np.roll(np.arange(len(labels)), first), n_workers)
+    fedsim.run(tables, tmp_path / "other")
+    first = 1
+    with pytest.raises(fedsim.ExperimentError, match="holds a run with other data: shards differ"):
+        fedsim.run(tables, tmp_path / "other", rounds=2, resume=True)
+
+
+def test_a_checkpoint_without_hashes_of_the_data_is_resumed(tables, tmp_path):
+    fedsim.run(tables, tmp_path / "run", rounds=1)
+    for head in (tmp_path / "run" / "checkpoints").glob("*.json"):
+        assert "data" in json.loads(head.read_text())["metadata"]
+        signed(head, lambda said, state: said["metadata"].pop("data"))
+    assert len(fedsim.run(tables, tmp_path / "run", rounds=2, resume=True).history) == 2
+
+
+def test_a_run_without_checkpoints_hashes_no_data(tables, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedsim.runs.live_run.digests_of", None)
+    fedsim.run({**tables, "rounds": 1, "checkpoint": {"every": 0}}, tmp_path / "run")
+    fedsim.run({**tables, "rounds": 1})
+
+
 def test_another_engine_resumes_a_run_and_names_the_settings_that_it_does_not_use(tmp_path, cli):
     words = "data=tests.components:tiny", "model=logistic", "workers=4", "rounds=4", "checkpoint.every=1"
     words += ("checkpoint.keep=4",)

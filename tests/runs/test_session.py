@@ -4,10 +4,13 @@ import gc
 import multiprocessing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import fedsim
+from fedsim.core.objects import name_of
+from fedsim.data.brought import holds_columns
 from fedsim.runs import session
 from fedsim.runs.session import MOST_DATA_SETS, Session
 from tests.leftovers import SHARED
@@ -96,6 +99,47 @@ def test_data_are_loaded_once_and_moved_to_shared_memory_once(spawned, loads):
         places = [tensor.data_ptr() for part in again for tensor in part.tensors.values()]
         assert places == [tensor.data_ptr() for tensor in tensors]
     assert loads == [("tests.components:tiny", 203, 90)]
+
+
+def as_frame(inputs, targets):
+    return (
+        pytest.importorskip("pandas", exc_type=ImportError).DataFrame(inputs, columns=["a", "b"]).assign(target=targets)
+    )
+
+
+def as_samples(inputs, targets):
+    return list(zip(torch.from_numpy(inputs), targets.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("brought", "is_kept"),
+    [
+        (lambda inputs, targets: ((inputs, targets), (inputs, targets)), False),
+        (lambda inputs, targets: [(inputs, targets)] * 3, False),
+        (lambda inputs, targets: (({"x": inputs}, targets), None), False),
+        (lambda inputs, targets: fedsim.TensorData(torch.from_numpy(inputs), torch.from_numpy(targets)), False),
+        (as_frame, False),
+        (as_samples, True),
+    ],
+)
+def test_arrays_that_change_between_runs_are_read_again(brought, is_kept, loads):
+    inputs, targets = np.random.default_rng(0).random((30, 2), dtype=np.float32), np.arange(30) % 3
+    data = brought(inputs, targets)
+    name = name_of(data)
+    assert holds_columns(name.target) is not is_kept
+    with Session() as session:
+        for _ in range(2):
+            session.data(name, None, {}, CPU)
+    assert len(loads) == 1 + (not is_kept)
+
+
+def test_results_in_a_session_follow_changes_in_place(tiny_experiment):
+    inputs, targets = np.random.default_rng(0).random((60, 2), dtype=np.float32), np.arange(60, dtype=np.int32) % 3
+    tables = {**tiny_experiment, "model": "mlp", "rounds": 1, "data": (inputs, targets)}
+    with Session() as session:
+        fedsim.run(tables, session=session)
+        targets[:] = targets[::-1].copy()
+        assert torch.equal(fedsim.run(tables, session=session).global_row, fedsim.run(tables).global_row)
 
 
 def test_the_least_recently_used_data_set_is_dropped(loads):
