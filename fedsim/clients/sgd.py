@@ -167,9 +167,10 @@ class DPSGD(LocalSGD):
 
         (sum_i g_i min(1, C / |g_i|) + N(0, (z C)^2 I)) / batch size
 
-    where g_i is the gradient of the loss of sample i. The samples of a worker are thereby protected even from a server
-    that sees the worker's updates. Each sample is in only one batch of an epoch, so an epoch costs as much privacy as
-    one step. Neighbouring data sets differ in one sample, whose gradients are replaced by zeros.
+    where g_i is the gradient of the loss of sample i. C is reduced by 0.001 percent when gradients are clipped, so that
+    no rounded norm exceeds C. The noise is that of the unreduced C. The samples of a worker are thereby protected even
+    from a server that sees the worker's updates. Each sample is in only one batch of an epoch, so an epoch costs as
+    much privacy as one step. Neighbouring data sets differ in one sample, whose gradients are replaced by zeros.
     `metrics.epsilon` is an upper bound. It counts each epoch of each round, as if a worker took part in every round.
     With `local.steps` it counts each step, as if all steps used the same sample.
 

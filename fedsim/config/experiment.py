@@ -159,6 +159,15 @@ class Experiment(Settings):
         return self
 
     @model_validator(mode="after")
+    def _ignore_samples(self) -> Experiment:
+        """Use the rule `mean` by default where the server does not weight workers by samples."""
+        if self.ignores_samples and "rule" not in self.aggregate.model_fields_set:
+            aggregate = self.aggregate.model_copy(update={"rule": "mean"})
+            aggregate.model_fields_set.discard("rule")
+            object.__setattr__(self, "aggregate", aggregate)  # the model is frozen
+        return self
+
+    @model_validator(mode="after")
     def _name_by_content(self) -> Experiment:
         if not self.name:
             object.__setattr__(self, "name", default_name(self))
@@ -278,7 +287,10 @@ def default_name(experiment: Experiment, varied: Collection[str] = ()) -> str:
         ({"model.name"}, [experiment.model.name]),
         ({"data.name"}, [experiment.data.name]),
         ({"local.algorithm"}, [algorithm] if algorithm != schema.Local.model_fields["algorithm"].default else []),
-        ({"aggregate.rule", "policy.name", "mode"}, rules if experiment.in_rounds else [policy.name]),
+        (
+            {"aggregate.rule", "policy.name", "mode", "privacy.mechanism"},
+            rules if experiment.in_rounds else [policy.name],
+        ),
         ({"mode"}, ["race"] if experiment.mode == "race" else []),
     ]
     words = [

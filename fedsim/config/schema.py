@@ -545,7 +545,8 @@ class TopAggregate(ComponentTable):
 
     rule: Name | list[Name | dict[str, Any]] = "weighted_mean"
     """Aggregation rule, or a list of pre-aggregators and a rule. Each is a name or a table {rule, parameters}.
-    Lists of names can be written as `nnm+krum`."""
+    Lists of names can be written as `nnm+krum`. The default of `aggregate.rule` is `mean` with central differential
+    privacy, and with asynchronous policies that have a server."""
     f: Count | None = None
     """Number of Byzantine updates that the rule must tolerate, for rules with this parameter. Unset: true number."""
     weights: Literal["uniform", "samples"] | list[NonNegativeFloat] | None = None
@@ -562,7 +563,7 @@ class TopAggregate(ComponentTable):
         )
         stages = [{"rule": registration.name, **_without_f(params)} for registration, params in resolved]
         if isinstance(rule, str):
-            return {**stages[0], **settings, "rule": stages[0]["rule"]}
+            return {**stages[0], **settings} if "rule" in table else settings  # a default is not "set"
         tables = [as_table(stage, f"{cls.place}.rule") for stage in rule]
         stages = [{**stage, **table, "rule": stage["rule"]} for stage, table in zip(stages, tables, strict=True)]
         return {**settings, "rule": stages}
@@ -598,9 +599,9 @@ class Aggregate(TopAggregate):
     place = "aggregate"
 
     weights: Literal["uniform", "samples", "inverse_probability"] | list[NonNegativeFloat] | None = None  # type: ignore[assignment]
-    """Weights of the workers: equal (`uniform`), proportional to sample counts (`samples`), sample fractions divided by
-    the probability of being in the cohort, for unbiased means (`inverse_probability`), or a list. Unset: `samples` if
-    the rule requires weights and the server adds no noise (`privacy.mechanism`), otherwise `uniform`."""
+    """Weights of the workers: equal (`uniform`), proportional to sample counts, or to batch sizes where gradients are
+    aggregated (`samples`), sample fractions divided by the probability of being in the cohort, for unbiased means
+    (`inverse_probability`), or a list. Unset: `samples` if the rule requires weights, otherwise `uniform`."""
     nonfinite: Literal["error", "stop", "exclude", "keep"] = "error"
     """Treatment of updates with NaN or infinity. `error`: the run ends with an error. `stop`: the run ends with the
     last finite model. `exclude`: these updates are left out and recorded. `keep`: they are aggregated."""

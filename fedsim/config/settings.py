@@ -92,7 +92,8 @@ class Settings(Table):
     """`rounds`: synchronous rounds. `clock`: virtual time. `race`: processes that train concurrently."""
     sync: Literal["parameters", "gradients", "post_local"] = "parameters"
     """`parameters`: workers train locally, then the server aggregates their updates. `gradients`: the server aggregates
-    the gradients of each step. `post_local`: gradients up to round `switch_after_round`, then parameters."""
+    the gradients of each step, where `aggregate.weights = "samples"` counts the samples of each worker's batch in this
+    step. `post_local`: gradients up to round `switch_after_round`, then parameters."""
     switch_after_round: Count | None = None
     """Last round that aggregates gradients, for `sync = "post_local"`. 0: all rounds aggregate parameters."""
     buffers: Literal["average", "local", "frozen", "error"] = "average"
@@ -237,8 +238,15 @@ class Settings(Table):
 
     def weights_for(self, rule: Pipeline) -> Weighting:
         """Return the aggregation weights of the workers if `rule` were the rule of the experiment."""
-        by_samples = rule.needs_weights and not self.privacy.component.at_server
+        by_samples = rule.needs_weights and not self.privacy.component.at_server  # `fedsim replay` applies any rule
         return self.aggregate.weights or ("samples" if by_samples else "uniform")
+
+    @property
+    def ignores_samples(self) -> str | None:
+        """The setting under which the server never weights workers by samples, or None."""
+        if self.privacy.component.at_server:
+            return self.privacy.setting
+        return None if self.in_rounds or self.policy.component.uses_topology else self.policy.setting
 
     @property
     def weight_total(self) -> float | None:

@@ -359,7 +359,7 @@ class TopAggregateTable(TypedDict, total=False):
     """The rule that aggregates the models of the groups into the global model, if `groups` is set."""
 
     rule: Rules | Component | Sequence[Rules | Component | Mapping[str, Any]]
-    """Aggregation rule, or a list of pre-aggregators and a rule. Each is a name or a table {rule, parameters}. Lists of names can be written as `nnm+krum`."""
+    """Aggregation rule, or a list of pre-aggregators and a rule. Each is a name or a table {rule, parameters}. Lists of names can be written as `nnm+krum`. The default of `aggregate.rule` is `mean` with central differential privacy, and with asynchronous policies that have a server."""
     f: int | None
     """Number of Byzantine updates that the rule must tolerate, for rules with this parameter. Unset: true number."""
     weights: Literal['uniform', 'samples'] | Sequence[float] | None
@@ -407,11 +407,11 @@ class AggregateTable(TypedDict, total=False):
     """How the updates of a cohort, or of the workers of each group, are aggregated into one update."""
 
     rule: Rules | Component | Sequence[Rules | Component | Mapping[str, Any]]
-    """Aggregation rule, or a list of pre-aggregators and a rule. Each is a name or a table {rule, parameters}. Lists of names can be written as `nnm+krum`."""
+    """Aggregation rule, or a list of pre-aggregators and a rule. Each is a name or a table {rule, parameters}. Lists of names can be written as `nnm+krum`. The default of `aggregate.rule` is `mean` with central differential privacy, and with asynchronous policies that have a server."""
     f: int | None
     """Number of Byzantine updates that the rule must tolerate, for rules with this parameter. Unset: true number."""
     weights: Literal['uniform', 'samples', 'inverse_probability'] | Sequence[float] | None
-    """Weights of the workers: equal (`uniform`), proportional to sample counts (`samples`), sample fractions divided by the probability of being in the cohort, for unbiased means (`inverse_probability`), or a list. Unset: `samples` if the rule requires weights and the server adds no noise (`privacy.mechanism`), otherwise `uniform`."""
+    """Weights of the workers: equal (`uniform`), proportional to sample counts, or to batch sizes where gradients are aggregated (`samples`), sample fractions divided by the probability of being in the cohort, for unbiased means (`inverse_probability`), or a list. Unset: `samples` if the rule requires weights, otherwise `uniform`."""
     nonfinite: Literal['error', 'stop', 'exclude', 'keep']
     """Treatment of updates with NaN or infinity. `error`: the run ends with an error. `stop`: the run ends with the last finite model. `exclude`: these updates are left out and recorded. `keep`: they are aggregated."""
     secure: bool
@@ -1022,7 +1022,7 @@ class ExperimentKeys(TypedDict, total=False):
     mode: Literal['rounds', 'clock', 'race']
     """`rounds`: synchronous rounds. `clock`: virtual time. `race`: processes that train concurrently."""
     sync: Literal['parameters', 'gradients', 'post_local']
-    """`parameters`: workers train locally, then the server aggregates their updates. `gradients`: the server aggregates the gradients of each step. `post_local`: gradients up to round `switch_after_round`, then parameters."""
+    """`parameters`: workers train locally, then the server aggregates their updates. `gradients`: the server aggregates the gradients of each step, where `aggregate.weights = "samples"` counts the samples of each worker's batch in this step. `post_local`: gradients up to round `switch_after_round`, then parameters."""
     switch_after_round: int | None
     """Last round that aggregates gradients, for `sync = "post_local"`. 0: all rounds aggregate parameters."""
     buffers: Literal['average', 'local', 'frozen', 'error']

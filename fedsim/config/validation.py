@@ -101,6 +101,9 @@ def rarely_intended(experiment: Settings) -> list[str]:
         if table.count(n) and "name" not in table.model_fields_set
     )
     lines += [large_delta(experiment), _warning_about_neighbours(experiment)]
+    if experiment.rule.needs_weights and experiment.ignores_samples and not experiment.in_rounds:
+        setting = experiment.aggregate.setting
+        lines.append(f"{setting}: {experiment.ignores_samples} does not weight by samples; use aggregate.rule=mean")
     return [line for line in lines if line]
 
 
@@ -663,6 +666,11 @@ def _check_privacy(experiment: Settings) -> Iterator[str]:
         )
     if mechanism.at_server and weights not in (None, "uniform"):
         yield f"aggregate.weights = {show(weights)}: must be uniform with {where}, which clips equally; omit it"
+    elif mechanism.at_server and rule.needs_weights and weights is None:
+        yield (
+            f"{experiment.aggregate.setting}: weights workers by their samples, but {where} clips equally and needs "
+            "equal weights; use aggregate.rule=mean, or add aggregate.weights=uniform"
+        )
     if protects:
         yield from _check_private_stops(experiment, where)
 

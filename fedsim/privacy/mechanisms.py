@@ -173,9 +173,9 @@ class AdaptiveCentralPrivacy(CentralPrivacy):
 class LocalPrivacy(Mechanism):
     """Local differential privacy: each worker adds noise to its own clipped update (Duchi et al. 2013).
 
-    Worker k sends x_k min(1, C / |x_k|) + N(0, (z C)^2 I). Nobody needs to be trusted. The guarantee compares any two
-    updates of a worker, and two clipped updates differ by up to 2 C. The mean of n updates has the noise z C / sqrt(n),
-    which is sqrt(n) times the noise of `central`.
+    Worker k sends x_k min(1, C / |x_k|) + N(0, (z C)^2 I), where clipping reduces C by 0.001 percent. Nobody needs to
+    be trusted. The guarantee compares any two updates of a worker, and two clipped updates differ by up to 2 C. The
+    mean of n updates has the noise z C / sqrt(n), which is sqrt(n) times the noise of `central`.
 
     Args:
         clip: maximum L2 norm C of an update, > 0.

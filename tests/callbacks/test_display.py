@@ -173,6 +173,7 @@ def test_the_table_of_a_run_on_the_clock_has_virtual_seconds_updates_and_stalene
             "; median with k_async (k = 2) on",
         ),
         ({"cohort": 2}, "3 workers, 2 per round; 2 rounds; weighted_mean of updates"),
+        ({"privacy": {"mechanism": "central", "clip": 1.0, "noise": 1.0}}, "; 2 rounds; mean of updates"),
         ({"sync": "post_local", "switch_after_round": 1}, "weighted_mean of gradients, of updates after round 1"),
         ({"attack": {"name": "ipm", "workers": [1]}}, "3 workers, 1 of them Byzantine (ipm); "),
         (

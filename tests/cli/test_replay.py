@@ -46,7 +46,7 @@ CENTRAL = {"mechanism": "central", "clip": 0.01, "noise": 0.2}
 @pytest.mark.parametrize(
     "changes",
     [
-        {**DIRICHLET, "privacy": CENTRAL, "cohort": 5, "sampling": "poisson"},
+        {**DIRICHLET, "aggregate": "mean", "privacy": CENTRAL, "cohort": 5, "sampling": "poisson"},
         {},
         {**DIRICHLET, "sync": "gradients"},  # only some workers have samples left for the last step
         {"sync": "gradients", "local": {"steps": 2}, "aggregate": [{"rule": "bucketing", "s": 2}, "median"]},
@@ -104,7 +104,8 @@ def test_a_run_and_its_replay_have_the_coefficients_of_the_definition(
     numbers = [float(worker) for worker in range(1, 10)]
     tables |= {"attack": {}, "partition": "tests.components:uneven", "cohort": 6, "seed": 3, "rounds": 1}
     tables |= {"sampling": {"name": "uniform", "dropout_rate": dropout}} | ({"privacy": privacy} if privacy else {})
-    for rule, other in (("mean", "weighted_mean"), ("weighted_mean", "mean")):
+    refused = weights is None and privacy in (CENTRAL, ADAPTIVE)  # weighted_mean in a run, not in a replay
+    for rule, other in (("mean", "weighted_mean"), ("weighted_mean", "mean"))[: 1 if refused else 2]:
         aggregate = {"rule": rule} | ({"weights": numbers if weights == "list" else weights} if weights else {})
         record = fedsim.run({**tables, "aggregate": aggregate}, tmp_path / rule).history[0]
         stored = load_round(tmp_path / rule, 1, allow_imports=True)

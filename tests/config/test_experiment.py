@@ -142,6 +142,7 @@ def test_settings_that_look_wrong_are_valid_and_have_an_effect(tables):
         ({"model": "tests.models:sized", "data": "tests.components:tiny"}, "sized-tiny-weighted_mean"),
         ({"mode": "clock", "policy": "asgd"}, "net-mnist5k-asgd"),
         ({"mode": "race", "policy": "hogwild"}, "net-mnist5k-hogwild-race"),
+        ({"privacy": {"mechanism": "central", "clip": 1.0, "noise": 1.0}}, "net-mnist5k-mean"),
         ({"name": "mine"}, "mine"),
     ],
 )

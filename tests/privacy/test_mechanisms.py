@@ -13,6 +13,8 @@ from fedsim.core.randomness import numpy_generator
 from fedsim.errors import SettingWarning
 from fedsim.privacy import clip_update
 from fedsim.privacy.mechanisms import AdaptiveCentralPrivacy
+from fedsim.records.reader import Run
+from fedsim.report.run_page import facts
 from fedsim.runs.setup import task_of
 from fedsim.system.precision import PRECISIONS
 
@@ -23,10 +25,11 @@ UNCLIPPED = {"mechanism": "central", "clip": 1e6, "noise": 0.0}
 received = []  # norms of the updates that the rule has received
 
 
-def watched_mean(updates, weights, weight_total=None):
+def watched_mean(updates, weights=None, weight_total=None):
     """A linear rule that notes the norms of the updates."""
     if updates.shape[1] > len(updates):  # not the dry run on unit rows
         received.append(updates.double().norm(dim=1).tolist())
+    weights = torch.ones(len(updates)) if weights is None else weights
     return (weights / (weight_total or weights.sum())).to(updates.dtype) @ updates
 
 
@@ -73,10 +76,21 @@ def test_in_every_precision_and_in_stacks_no_received_norm_exceeds_the_maximum(p
     assert (norms > 0.0099).all()
 
 
+def test_the_default_rule_names_what_central_privacy_computes(tiny_experiment, tmp_path):
+    result = fedsim.run({**tiny_experiment, **FLAT, "privacy": UNCLIPPED}, tmp_path)
+    assert result.experiment.aggregate.rule == "mean"
+    assert ("rule", "mean") in facts(Run.read(tmp_path))
+    with pytest.warns(SettingWarning, match="do not apply"):
+        again = fedsim.load_experiment(result.experiment, ["privacy.mechanism=none"])
+    assert again.aggregate.rule == "weighted_mean"  # the default is not taken along
+    named = fedsim.load_experiment({"aggregate": {"nonfinite": "exclude"}, "privacy": UNCLIPPED})
+    assert named.aggregate.rule == "mean"
+
+
 @pytest.mark.parametrize("rule", ["mean", "weighted_mean"])
 def test_the_divisor_is_the_expected_number_of_updates(rule, tiny_experiment):
     tables = {**tiny_experiment, **FLAT, "workers": 10, "cohort": 5, "rounds": 4, "sampling": "poisson"}
-    tables["aggregate"] = rule
+    tables["aggregate"] = {"rule": rule, "weights": "uniform"}
     history = fedsim.run({**tables, "privacy": UNCLIPPED}).history
     assert len({len(record.cohort) for record in history}) > 1
     assert all(record.weights == pytest.approx([1 / 5] * len(record.cohort)) for record in history)
