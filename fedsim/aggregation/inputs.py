@@ -23,6 +23,7 @@ from fedsim.system.devices import to_device, wide_dtype
 Nonfinite = Literal["error", "exclude", "keep"]
 
 SHOWN = 5  # maximum number of workers that an error names
+NOTHING_LEFT = "correct what computes the updates"  # remedy outside a run
 NEEDED = {
     "root": "root: is required by this rule; pass the update [d] computed on the server's own data",
     "losses": "losses: are required by this rule; pass each worker's loss at the global model, [n]",
@@ -167,9 +168,9 @@ def screened(
     if not bad:
         return inputs, []
     if len(bad) == len(inputs.updates):
-        raise DivergedError(f"all {len(bad)} updates contain NaN or infinity", "reduce local.lr, or scale large inputs")
+        raise DivergedError(f"all {len(bad)} updates contain NaN or infinity", NOTHING_LEFT)
     if inputs.own in bad:
-        raise DivergedError("the own update contains NaN or infinity", "reduce local.lr, or scale large inputs")
+        raise DivergedError("the own update contains NaN or infinity", NOTHING_LEFT)
     assert inputs.workers is not None
     weighted = [row for row in bad if inputs.weights is None or inputs.weights[row] > 0]
     if nonfinite == "error" and weighted:

@@ -309,8 +309,10 @@ class Combination:
         except DivergedError:
             raise
         except ExperimentError as error:
+            left = server.n - len(server.alive)
+            why = f" because {left} of {server.n} workers have left" if left else ""
             where = f"round {server.round}: aggregate.rule, which combines {plural(len(finite.updates), 'vector')} here"
-            raise ExperimentError(*(f"{where}: {line}" for line in error.lines)) from None
+            raise ExperimentError(*(f"{where}{why}: {line}" for line in error.lines)) from None
         if task.experiment.nonfinite != "keep":
             rule.require_finite_result(result.update, server.round)
         if remember:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedsim.aggregation import AggregationInputs, Pipeline, screened
+from fedsim.aggregation.inputs import NOTHING_LEFT
 from fedsim.errors import DivergedError
 from fedsim.training.shared_state import SharedState
 from fedsim.training.task import RunTask
@@ -150,4 +151,5 @@ def screen(task: RunTask, round: int, inputs: AggregationInputs, bad: list[int])
     try:
         return screened(inputs, task.experiment.nonfinite, bad)[0]
     except DivergedError as error:
-        raise DivergedError(error.problem, error.remedy, round) from None
+        remedy = "reduce local.lr, or scale large inputs" if error.remedy == NOTHING_LEFT else error.remedy
+        raise DivergedError(error.problem, remedy, round) from None

@@ -102,6 +102,13 @@ def test_every_rule_is_deterministic_and_leaves_global_generators(registration, 
     assert np.array_equal(np.random.get_state()[1], states[1])
 
 
+def test_outside_a_run_an_error_names_no_setting_of_a_run():
+    for nonfinite in ("error", "exclude"):
+        with pytest.raises(ExperimentError) as caught:
+            fedsim.aggregate(torch.full((4, 3), torch.nan), "median", nonfinite=nonfinite)
+        assert str(caught.value) == "all 4 updates contain NaN or infinity; correct what computes the updates"
+
+
 @every_rule
 def test_rows_that_are_not_finite_are_an_error_or_excluded(registration, updates):
     updates = torch.cat([updates, updates * 0.9, updates * 0.8])

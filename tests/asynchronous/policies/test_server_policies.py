@@ -258,6 +258,15 @@ def test_basgd_does_not_wait_for_buffers_whose_workers_have_left():
     assert run.server.policy.buffered(run.server) <= 2
 
 
+def test_a_rule_that_lacks_vectors_after_departures_says_so():
+    run = simulate(
+        policy_of("basgd", b=3), delays_of([1.0, 1.5, 2.0]), rule={"rule": "krum", "f": 0}, departures={2: 5.0}
+    )
+    line = r"combines 2 vectors here because 1 of 3 workers have left: krum: needs"
+    with pytest.raises(ExperimentError, match=line):
+        run.advance(40)
+
+
 # FedAsync
 
 
