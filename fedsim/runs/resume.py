@@ -69,6 +69,7 @@ class ResumeState:
         self._candidates: list[int] = []  # rounds of checkpoints, newest first
         self._newest: State | None = None
         self._before: Experiment | None = None  # as run before
+        self._elsewhere = False  # whether the run began with other software or on another CPU
         self._changed: list[str] = []  # one line for each setting of the plan that differs from it
         if folder is not None and folder.resumes:
             self.records = read_history(folder.path)
@@ -80,7 +81,7 @@ class ResumeState:
             if self._before is None:
                 self._require_same_experiment(describe(folder.path / EXPERIMENT))
             self._keep_plan()
-            _warn_of_other_software(folder.environment(), folder)
+            self._elsewhere = _warn_of_other_software(folder.environment(), folder)
 
     def _require_same_experiment(self, stored: Mapping[str, Any]) -> None:
         """Raise ExperimentError if the experiment in the tables `stored` differs from the experiment to run."""
@@ -172,18 +173,19 @@ class ResumeState:
     def _require_same_data(self, run: LiveRun, stored: Any) -> None:
         """Raise ExperimentError if the data of a run differs from the hashes in a checkpoint.
 
-        Checkpoints of earlier versions contain no hashes.
+        With other software or on another CPU, data that was computed, such as standardized columns, may differ by
+        rounding. A warning is shown in this case. Checkpoints of earlier versions contain no hashes.
         """
-        if not isinstance(stored, dict):
+        if self._folder is None or not isinstance(stored, dict):  # rank 0 compares for all ranks
             return
         now = run.data_digests
         names = [re.sub(r" \d+$", "s", name) for name in {**stored, **now} if stored.get(name) != now.get(name)]
-        if names:
-            folder = f"{self._folder.path}: " if self._folder else ""
-            raise ExperimentError(
-                f"{folder}holds a run with other data: {', '.join(map(cut, dict.fromkeys(names)))} differ; use the "
-                "same data, or another folder"
-            )
+        if not names:
+            return
+        line = f"{self._folder.path}: holds a run with other data: {', '.join(map(cut, dict.fromkeys(names)))} differ"
+        if not self._elsewhere:
+            raise ExperimentError(f"{line}; use the same data, or another folder")
+        warnings.warn(f"{line}, perhaps only by rounding; the run continues", FedsimWarning, stacklevel=2)
 
     def newest(self) -> State | None:
         """Return the newest usable checkpoint as (round, state); None if there is none."""
@@ -239,8 +241,11 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 < value < 2**31
 
 
-def _warn_of_other_software(before: Mapping[str, Any], folder: RunFolder) -> None:
-    """Warn if the run began with other software versions or on another CPU, because results may differ slightly."""
+def _warn_of_other_software(before: Mapping[str, Any], folder: RunFolder) -> bool:
+    """Warn if the run began with other software versions or on another CPU, because results may differ slightly.
+
+    Returns whether this is the case.
+    """
     here = describe_environment()
     differences = [
         f"{name} was {cut(str(earlier[key]))}, now {now[key]}"
@@ -254,6 +259,7 @@ def _warn_of_other_software(before: Mapping[str, Any], folder: RunFolder) -> Non
     if differences:
         line = f"{folder.path}: results may differ in the last bits, because {', '.join(differences)}"
         warnings.warn(line, FedsimWarning, stacklevel=2)
+    return bool(differences)
 
 
 def differences_of(

@@ -19,6 +19,7 @@ from fedsim.asynchronous.policies import policy
 from fedsim.errors import FedsimWarning
 from fedsim.records import checkpoints
 from fedsim.records.run_folder import RunFolder
+from fedsim.runs import resume
 from fedsim.runs.resume import ResumeState, _warn_of_other_rounding
 from tests.matrix import in_turn
 
@@ -349,7 +350,6 @@ def test_another_experiment_is_refused_with_the_differences(tables, tmp_path):
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.filterwarnings("always")
 class Pair(torch.nn.Linear):
     """A linear model of two inputs."""
 
@@ -435,12 +435,23 @@ def test_a_checkpoint_without_hashes_of_the_data_is_resumed(tables, tmp_path):
     assert len(fedsim.run(tables, tmp_path / "run", rounds=2, resume=True).history) == 2
 
 
+def test_on_another_cpu_other_data_is_only_told(tables, tmp_path, monkeypatch):
+    tables |= {"model": "mlp", "rounds": 1}
+    fedsim.run({**tables, "data": brought("arrays")}, tmp_path / "run")
+    here = resume.describe_environment()
+    monkeypatch.setattr(resume, "describe_environment", lambda: {**here, "cpu_capability": "ABACUS"})
+    told = pytest.warns(FedsimWarning, match="processor was")
+    with told, pytest.warns(FedsimWarning, match=f"other data: {INPUT} differ, perhaps only by rounding; the run"):
+        fedsim.run({**tables, "data": brought("arrays", "one input")}, tmp_path / "run", rounds=2, resume=True)
+
+
 def test_a_run_without_checkpoints_hashes_no_data(tables, tmp_path, monkeypatch):
     monkeypatch.setattr("fedsim.runs.live_run.digests_of", None)
     fedsim.run({**tables, "rounds": 1, "checkpoint": {"every": 0}}, tmp_path / "run")
     fedsim.run({**tables, "rounds": 1})
 
 
+@pytest.mark.filterwarnings("always")
 def test_another_engine_resumes_a_run_and_names_the_settings_that_it_does_not_use(tmp_path, cli):
     words = "data=tests.components:tiny", "model=logistic", "workers=4", "rounds=4", "checkpoint.every=1"
     words += ("checkpoint.keep=4",)
