@@ -563,7 +563,7 @@ class TopAggregate(ComponentTable):
         )
         stages = [{"rule": registration.name, **_without_f(params)} for registration, params in resolved]
         if isinstance(rule, str):
-            return {**stages[0], **settings} if "rule" in table else settings  # a default is not "set"
+            return {**settings, **stages[0]} if "rule" in table else settings  # a default is not "set"
         tables = [as_table(stage, f"{cls.place}.rule") for stage in rule]
         stages = [{**stage, **table, "rule": stage["rule"]} for stage, table in zip(stages, tables, strict=True)]
         return {**settings, "rule": stages}
