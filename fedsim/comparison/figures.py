@@ -16,7 +16,7 @@ import numpy as np
 from fedsim.comparison.axes import label
 from fedsim.comparison.compared_runs import ComparedRuns
 from fedsim.comparison.rows import SEED, Group, MeanCurve, Row, mean_curve, mean_over_values, value_curves
-from fedsim.comparison.tables import listed, mean_cells
+from fedsim.comparison.tables import decimals_for, listed, mean_cells
 from fedsim.core.confidence import FEWEST_FOR_BAND, decimals_of, estimate, fixed
 from fedsim.errors import called, plural
 from fedsim.records.figures import MOST_ROWS
@@ -206,9 +206,10 @@ def score_cell(rows: Sequence[Row], best: Sequence[Row] = ()) -> HeatCell:
     if not means:
         return HeatCell(lines=("no finite value" if any(row.finished for row in rows) else "failed",))
     mean, runs, counted = sum(means) / len(means), sum(len(row.runs) for row in rows), sum(row.counted for row in rows)
-    decimals = rows[0].metric.decimals_for(mean)
+    alone = rows[0].score if len(rows) == 1 else None
+    decimals = decimals_for(alone, rows[0].metric) if alone else rows[0].metric.decimals_for(mean)
     of = f" ({counted} of {runs})" if counted < runs else ""
-    spread = rows[0].score.spread(decimals) if len(rows) == 1 and rows[0].score else ""
+    spread = alone.spread(decimals) if alone else ""
     return HeatCell(mean, (fixed(mean, decimals) + of, spread), bold=any(row in best for row in rows))
 
 
@@ -238,7 +239,7 @@ def best_cell(rows: Sequence[Row], axis: str) -> HeatCell:
     group = Group(rows)
     if group.best is None or group.best.score is None:
         return HeatCell(lines=("none is ranked",))
-    score, decimals = group.best.score, group.best.metric.decimals_for(group.best.score.mean)
+    score, decimals = group.best.score, decimals_for(group.best.score, group.best.metric)
     names, tied = ([label(row.point[axis]) for row in rows] for rows in (group.winners, group.tied))
     hover = f"{', '.join(names)} {score.text(decimals)}", f"tied with {', '.join(tied)}" if tied else ""
     lines = listed(names, MOST_NAMES), fixed(score.mean, decimals), f"~ +{len(tied)} tied" if tied else ""

@@ -59,11 +59,13 @@ CELL_WIDTH, CELL_HEIGHT = 1.15, 0.52
 CHARACTER, TINY_CHARACTER = 0.09, 0.07  # width of a character in the axis labels, and in a cell
 MOST_INCHES = 100
 FEW_COLUMNS = 3  # maximum number of columns in the narrower of the two widths of a style
+FILLED = 0.92  # maximum width of a text in a cell, as a fraction of the cell
 
 # A figure with several heat maps. Sizes are in inches.
 MOST_VALUES = 20  # maximum number of values that an axis shows
 WIDEST, HIGHEST = 24, 60
 TALL_CELL, SMALL_CHARACTER = 0.62, 0.085  # height of a cell with three lines, and width of a character in the cell
+PAPER_CELL, PAPER_CHARACTER = 0.4, 0.062  # the same in a figure of a fixed width
 
 LINE = 0.3  # height of a leaderboard line in inches
 
@@ -283,7 +285,9 @@ def _draw_one_map(comparison: ComparedRuns, style: FigureStyle) -> Figure | None
         return None
     size = (2.2 + width, 1.5 + height)
     if style.widths:
-        size = (style.widths[len(across) > FEW_COLUMNS], max(2.4, 0.36 * len(down) + 0.9))
+        needed = 1.0 + LETTER * max(map(len, down)) + (0.1 + 0.045 * longest) * len(across)
+        wide = len(across) > FEW_COLUMNS or needed > style.widths[0]
+        size = (style.widths[wide], max(2.4, 0.36 * len(down) + 0.9))
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     image = _draw_cells(axes, shown.cells)
@@ -307,16 +311,18 @@ def _draw_maps(comparison: ComparedRuns, over: tuple[str, str], style: FigureSty
     means = [mean for _, heat_map in maps for mean in heat_map.means]
     down, across = ([label(value) for value in comparison.axes[axis][:MOST_VALUES]] for axis in over)
     texts = [text for _, heat_map in maps for line in heat_map.cells for cell in line for text in cell.lines]
-    width = max(1.0, SMALL_CHARACTER * max(map(len, texts)) + 0.2) * len(across) + 0.3
-    height = TALL_CELL * len(down) + 0.5
-    fitting, per_combination = max(1, int(WIDEST / width)), len(comparison.axes[first]) + 1
+    cell, character = (PAPER_CELL, PAPER_CHARACTER) if style.widths else (TALL_CELL, SMALL_CHARACTER)
+    width = max(1.0, character * max(map(len, texts)) + 0.2) * len(across) + 0.3
+    height, widest = cell * len(down) + 0.5, style.widths[1] if style.widths else WIDEST
+    fitting, per_combination = max(1, int(widest / width)), len(comparison.axes[first]) + 1
     in_rows = per_combination < len(maps) and per_combination <= fitting  # all maps of a combination fit in one row
     columns = per_combination if in_rows else grid_shape(len(maps), fitting)[1]
     if not in_rows:  # maps of the best values come first
         maps.sort(key=lambda item: first in item[1].position)
     shown = maps[: min(MOST_PANELS, columns * max(1, int(HIGHEST / height)))]
     rows = math.ceil(len(shown) / columns)
-    figure = Figure(figsize=(2.4 + columns * width, 1.4 + rows * height), layout="constrained")
+    size = (widest, 0.3 + rows * height) if style.widths else (2.4 + columns * width, 1.4 + rows * height)
+    figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     for panel in panels[len(shown) :]:
         panel.set_axis_off()
@@ -376,6 +382,19 @@ def _draw_cells(
         axes.text(j, middle, text, va="bottom" if below else "center", fontsize="small", **style)
         axes.text(j, middle + 0.05, below, va="top", fontsize="x-small", **style)
     return image
+
+
+def fit_cells(figure: Figure) -> None:
+    """Shrink the texts of heat map cells that are wider than their cell. The figure has its final size already."""
+    figure.draw_without_rendering()  # places the panels
+    for axes in (axes for axes in figure.axes if axes.images):
+        room = FILLED * axes.bbox.width / axes.images[0].get_size()[1]
+        widths = [(text, float(text.get_fontsize()), text.get_window_extent().width) for text in axes.texts]
+        widest: dict[float, float] = {}  # by font size, so that all cells of a panel look alike
+        for _, size, width in widths:
+            widest[size] = max(room, widest.get(size, 0.0), width)
+        for text, size, _ in widths:
+            text.set_fontsize(size * room / widest[size])
 
 
 def draw_worker_comparison(comparison: ComparedRuns) -> Figure | None:

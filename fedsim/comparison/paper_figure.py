@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fedsim.comparison.axes import axis_called, label
 from fedsim.comparison.figures import Timeline, timeline
-from fedsim.comparison.on_paper import draw_curves, draw_heatmap, draw_timeline, draw_values
+from fedsim.comparison.on_paper import draw_curves, draw_heatmap, draw_timeline, draw_values, fit_cells
 from fedsim.comparison.plan import hint_for
 from fedsim.comparison.results import Comparison, comparison_of, read_records
 from fedsim.comparison.rows import canonical, numeric_axes
@@ -105,6 +105,7 @@ def plot(
         own_width, own_height = figure.get_size_inches()
         figure.set_size_inches(own_width if width is None else width, own_height if height is None else height)
         show_dollars(figure)
+        fit_cells(figure)
         figure.draw_without_rendering()  # creates the tick labels while the style is active
         return save(figure, out, look.dpi)
 

@@ -467,7 +467,10 @@ def _check_heatmap(settings: ComparisonSettings, axes: Axes) -> None:
     keys = settings.heatmap.split(",") if isinstance(settings.heatmap, str) else []
     if settings.heatmap is not None and (len(keys) != 2 or keys[0] == keys[1]):
         raise ExperimentError(f"{where}: must be two different axes, such as partition.alpha,attack.fraction")
-    first, *others = [*settings.compared(list(axes)), ""]
+    compared = settings.compared(list(axes))
+    if settings.heatmap is not None and len(compared) < 3 and set(keys) <= {*compared}:
+        raise ExperimentError(f"{where}: with only two axes, the heat map shows both; omit it")
+    first, *others = [*compared, ""]
     for key in keys:
         if key in settings.headings:
             setting = "tune" if key == settings.tune else "worst"

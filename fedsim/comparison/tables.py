@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ from fedsim.core.text_wrapping import note
 from fedsim.errors import plural
 from fedsim.records import formatting as fmt
 from fedsim.records.numbers import LAST_ROUND, Progress, component_metrics, mean_or_none
+from fedsim.records.record import Metric, metric_called
 from fedsim.system.files import to_csv
 
 TABLE_COLUMNS = 120  # maximum width of the printed table in characters
@@ -75,12 +77,12 @@ def columns(comparison: ComparedRuns) -> dict[str, Column]:
         return lambda row: Cell(show(value.mean), value.mean) if (value := row.metrics.get(name)) else Cell()
 
     def mean_of(name: str) -> Callable[[Row], Cell]:
-        return lambda row: estimate_cell(row.metrics.get(name), _four)
+        return lambda row: estimate_cell(row.metrics.get(name), metric_called(name))
 
     def amount(name: str) -> Callable[[Row], Cell]:
         return lambda row: estimate_cell(row.metrics.get(name))
 
-    by_name = {"score": Column(metric.label.lower(), lambda row: estimate_cell(row.score, metric.decimals_for))}
+    by_name = {"score": Column(metric.label.lower(), lambda row: estimate_cell(row.score, metric))}
     if comparison.compared:
         first = label(comparison.axes[comparison.compared[0]][0])
         by_name["difference"] = Column(f"difference to {first}", lambda row: _difference(row, row.difference))
@@ -135,34 +137,34 @@ def target_text(comparison: ComparedRuns) -> str:
     return f"{100 * target:g} percent" if comparison.test.share else f"{target:g}"
 
 
-def estimate_cell(
-    value: Estimate | None, decimals: Callable[[float], int] | None = None, *, sign: bool = False, mark: str = ""
-) -> Cell:
+def estimate_cell(value: Estimate | None, metric: Metric | None = None, *, sign: bool = False, mark: str = "") -> Cell:
     """Return a table cell that shows a mean and its spread, or an empty cell if `value` is None.
 
     Args:
         value: the mean with its confidence interval.
-        decimals: function that returns how many decimals a mean should have.
-        sign: show a plus sign before positive numbers.
+        metric: the metric whose mean or difference `value` is. None: the decimals fit the mean's magnitude.
+        sign: whether `value` is a difference, which has a plus sign if it is positive.
         mark: mark before the cell's text, such as "≈".
     """
     if value is None:
         return Cell()
-    digits = (decimals or decimals_of)(value.mean)
+    digits = decimals_of(value.mean) if metric is None else decimals_for(value, metric, difference=sign)
     return Cell(fixed(value.mean, digits, sign=sign), value.mean, mark, value.spread(digits, sign=sign))
+
+
+def decimals_for(value: Estimate, metric: Metric, *, difference: bool = False) -> int:
+    """Return the number of decimals to show for a mean of a metric, or for a mean difference, and its interval."""
+    unknown = abs(value.mean) if difference else math.inf  # so a difference without interval has two digits
+    return metric.decimals_for(value.mean, value.half_width if value.n > 1 else unknown)
 
 
 def _megabytes(nbytes: float) -> str:
     return f"{nbytes / 1e6:,.4g}"
 
 
-def _four(_: float) -> int:
-    return 4
-
-
 def _difference(row: Row, value: Estimate | None) -> Cell:
     mark = "≈" if value and value.n > 1 and value.includes(0) else ""
-    return estimate_cell(value, row.metric.decimals_for, sign=True, mark=mark)
+    return estimate_cell(value, row.metric, sign=True, mark=mark)
 
 
 def _to_best(row: Row) -> Cell:
@@ -257,10 +259,10 @@ def _line(comparison: ComparedRuns, group: Group, label_of: LabelOf) -> str:
     best, first, settings = group.best, comparison.compared[0], comparison.settings
     if best is None or best.score is None:
         return "none is ranked"
-    decimals = best.metric.decimals_for(best.score.mean)
     texts = settings.headings | ({settings.worst: "worst"} if settings.worst else {})
     chosen = ", ".join(f"{text}: {label_of(best.chosen[axis])}" for axis, text in texts.items())
-    line = f"{label_of(best.point[first])}{f' ({chosen})' if chosen else ''} {best.score.text(decimals)}"
+    mean = best.score.text(decimals_for(best.score, best.metric))
+    line = f"{label_of(best.point[first])}{f' ({chosen})' if chosen else ''} {mean}"
     winners, tied = ([label_of(row.point[first]) for row in rows] for rows in (group.winners, group.tied))
     if len(winners) > 1:
         line += f", with the same mean as {listed(winners[1:])}"
@@ -274,7 +276,8 @@ def _line(comparison: ComparedRuns, group: Group, label_of: LabelOf) -> str:
         return line
     size = Estimate(abs(gap.mean), gap.half_width, tuple(map(abs, gap.values)))
     side = "lower" if gap.mean < 0 else "higher"
-    return f"{line}; the next, {label_of(group.next.point[first])}, is {size.text(decimals)} {side}"
+    text = size.text(decimals_for(size, best.metric, difference=True))
+    return f"{line}; the next, {label_of(group.next.point[first])}, is {text} {side}"
 
 
 def _most_often(groups: Sequence[Group], first: str, label_of: LabelOf) -> str:

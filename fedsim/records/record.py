@@ -77,12 +77,20 @@ class Metric:
         """Whether `value` is at least as good as `target`, or equal up to rounding."""
         return same(value, target) or self.sign * value > self.sign * target
 
-    def decimals_for(self, value: float) -> int:
-        """Return the number of decimals to show for `value`. Very small values get more decimals."""
+    def decimals_for(self, value: float, uncertainty: float = 0.0) -> int:
+        """Return the number of decimals to show for `value`. Very small values get more decimals.
+
+        They have four significant digits, but not more than the first two of the `uncertainty`, such as the half-width
+        of an interval.
+        """
         if self.unit == "B":
             return 0
-        small = not self.share and 0 < abs(value) < 1e-3
-        return 3 - math.floor(math.log10(abs(value))) if small else self.decimals
+        if self.share or not 0 < abs(value) < 1e-3:
+            return self.decimals
+        decimals = 3 - math.floor(math.log10(abs(value)))
+        if 0 < uncertainty < math.inf:
+            decimals = min(decimals, 1 - math.floor(math.log10(uncertainty)))
+        return max(self.decimals, decimals)
 
     def read(self, record: RoundRecord) -> float | None:
         """Return this number from a record, or None if it is missing or not finite."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import fedsim
 from fedsim.comparison import plan_comparison
 from fedsim.comparison.figures import heatmap_csv
 from fedsim.comparison.on_paper import MOST_PANELS, MOST_VALUES, draw_heatmap
@@ -158,3 +159,30 @@ def test_axes_that_make_no_heat_map_are_refused(heatmap, message, serial):
     with pytest.raises(ExperimentError, match=rf"^heatmap = .*: {message}") as caught:
         plan_comparison({**serial, "partition": "dirichlet"}, axes)
     assert len(caught.value.lines) == 1
+
+
+@pytest.mark.parametrize("heatmap", ["aggregate.rule,workers", "workers,aggregate.rule"])
+def test_two_axes_need_no_names(heatmap, serial):
+    axes = {"aggregate.rule": ["mean", "median"], "workers": [4, 5], "local.lr": [0.1, 0.2], "worst": "local.lr"}
+    with pytest.raises(ExperimentError, match="with only two axes, the heat map shows both; omit it"):
+        plan_comparison(serial, {**axes, "heatmap": heatmap})
+    assert draw_heatmap(compared({"aggregate.rule": ["mean", "median"], "workers": [4, 5]}, lambda point: [0.5]))
+
+
+@pytest.mark.parametrize(("rows", "columns", "width"), [(3, 3, None), (5, 5, None), (4, 8, None), (3, 3, 5.0)])
+@pytest.mark.parametrize("maps", [1, 2])
+def test_the_texts_of_a_cell_on_paper_are_narrower_than_the_cell(rows, columns, width, maps):
+    axes = {"attack.scale": list(range(rows)), "partition.alpha": list(range(columns)), "seed": [0, 1]}
+    axes = axes if maps == 1 else {"aggregate.rule": ["mean", "nnm+geometric_median"], **axes}
+    over = None if maps == 1 else "attack.scale,partition.alpha"
+    labels = {str(row): f"a long name {row}" for row in range(rows)}
+    made = compared(axes, lambda point: [0.5 + 0.1 * point["seed"]], heatmap=over)
+    figure = fedsim.plot(made, kind="heatmap", width=width, labels=labels)
+    assert figure.get_figwidth() == width or figure.get_figwidth() in (3.35, 6.9)
+    figure.draw_without_rendering()
+    panels = [panel for panel in figure.axes if panel.images]
+    assert len(panels) == (1 if maps == 1 else 3)
+    for panel in panels:
+        widths = [text.get_window_extent().width for text in panel.texts if text.get_text()]
+        assert len(widths) >= 2 * rows * columns
+        assert max(widths) < 0.97 * panel.bbox.width / columns

@@ -50,6 +50,30 @@ def test_the_table_and_the_files_name_the_loss():
     assert figures[0].axes[0].get_ylabel() == "test loss"
 
 
+@pytest.mark.parametrize(
+    ("gaps", "text"),
+    [
+        ([1e-6, 1.2e-6, 1.4e-6], "+0.00000120 ± 0.00000050"),
+        ([1e-6, -1e-4, 2e-4], "+0.00003 ± 0.00038"),
+        ([1e-6, -1e-2, 2e-2], "+0.0033 ± 0.0379"),
+        ([1e-6, 1.4e-6], "+0.0000012 (+0.0000010, +0.0000014)"),
+        ([1.2345e-6], "+0.0000012"),
+        ([0.25, 0.25, 0.25], "+0.2500 ± 0.0000"),
+    ],
+)
+def test_a_difference_has_two_digits_of_its_uncertainty(gaps, text):
+    comparison = compared({"aggregate.rule": ["mean", "median"], "seed": [*range(len(gaps))]}, lambda point: [0.5])
+
+    def numbers(run):
+        worse = run.point["aggregate.rule"] == "median"
+        return {"test_accuracy": None, "test_loss": 0.5 + worse * gaps[run.point["seed"]]}
+
+    in_last_round(comparison, numbers)
+    assert f" {text} " in f"{summary_text(comparison)} "
+    in_words = f"the next, median, is {text.replace('+', '')} higher"
+    assert (in_words in comparison.answer) == ("not significantly different" not in comparison.answer)
+
+
 def test_a_run_whose_loss_is_not_finite_has_no_mark():
     comparison = made_up()
     comparison.runs[0].history[-1] = replace(comparison.runs[0].history[-1], test_loss=float("nan"))
