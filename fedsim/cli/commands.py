@@ -22,7 +22,7 @@ from fedsim.config.files import experiments
 from fedsim.config.listing import KINDS, list_kind, overview
 from fedsim.core.status_line import status_line, with_status_line
 from fedsim.core.text_wrapping import hang, terminal_columns
-from fedsim.errors import ExperimentError, SettingWarning, one_line, show
+from fedsim.errors import ExperimentError, SettingWarning, cut, one_line, show
 from fedsim.system.files import user_path
 from fedsim.system.packages import EXTRAS
 from fedsim.version import __version__
@@ -190,8 +190,8 @@ def report(
         print(path)
 
 
-Subject = Annotated[
-    str | None,
+Subjects = Annotated[
+    list[str] | None,
     typer.Argument(
         metavar="KIND|NAME|MODULE:NAME|FILE.py",
         help=f"A kind of component ({', '.join(KINDS)}), a component such as krum or my_rules:clipped_mean, or a "
@@ -204,21 +204,26 @@ Search = Annotated[
 ]
 
 
-def list_command(subject: Subject = None, search: Search = "") -> None:
+def list_command(subjects: Subjects = None, search: Search = "") -> None:
     """List all components and built-in experiments by name, or the components of one kind with their parameters."""
     with errors_as_lines():
         with status_line("importing the components"):
-            text = _listing(subject, search, terminal_columns())
+            text = _listing(subjects or [], search, terminal_columns())
         print(text)
 
 
-def _listing(subject: str | None, search: str, columns: int | None) -> str:
+def _listing(subjects: list[str], search: str, columns: int | None) -> str:
     """Return what `fedsim list` prints, wrapped to `columns` characters. Its arguments are those of the command."""
+    words = [subject for subject in subjects if subject not in KINDS]
+    if search and words:
+        raise ExperimentError(
+            f"--search: {show(words[0])} is not a kind of component ({', '.join(KINDS)}); to search for several words "
+            f'write --search "{cut(" ".join([search, *words]))}"'
+        )
+    if len(subjects) > 1:
+        raise ExperimentError(f"{show(subjects[1])}: is a second name; write fedsim list {cut(subjects[1])}")
+    subject = subjects[0] if subjects else None
     if subject is not None and subject not in KINDS:
-        if search:
-            raise ExperimentError(
-                f"--search: {show(subject)} is not a kind of component; omit it, or use one of {', '.join(KINDS)}"
-            )
         if subject in experiments() and not any(subject in registry_of(kind).names() for kind in COMPONENTS):
             return experiments()[subject].read_text(encoding="utf-8").rstrip("\n")
         is_file = subject.endswith(".py")

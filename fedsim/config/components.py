@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedsim.core.text_wrapping import hang, has_words
+from fedsim.core.text_wrapping import hang
 from fedsim.errors import ExperimentError, cut, one_line, show
-from fedsim.hints.meanings import answer, nearest
-from fedsim.hints.names import closest, did_you_mean
+from fedsim.hints.meanings import answer, meaning, nearest
+from fedsim.hints.names import closest, did_you_mean, has_words
 from fedsim.system.files import read_bounded
 
 if TYPE_CHECKING:
@@ -53,19 +53,6 @@ def registry_of(kind: str) -> Registry:
     """Return the registry with all components of a kind, such as "rules"."""
     module, _, attribute = COMPONENTS[kind][1].partition(":")
     return getattr(importlib.import_module(module), attribute)
-
-
-def configuration_of(registration: Registration) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a component that experiments set, by name."""
-    return {
-        name: inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.is_required() else field.default,
-            annotation=field.annotation,
-        )
-        for name, field in registration.parameters.model_fields.items()
-    }
 
 
 def list_components(kinds: Iterable[str], columns: int | None = None, search: str = "") -> str:
@@ -142,18 +129,24 @@ def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:
                 raise
     blocks = [describe(kind, registration) for kind, registration in components.items()]
     if not blocks:
-        known = [known_name for kind in COMPONENTS for known_name in registry_of(kind).names()]
-        values = re.findall(r"([\w.]+)=([\w{}]*)", answer(name, "{}"))  # keys of kinds, or names of components
-        meant = [
-            kind
-            for kind, (key, _) in COMPONENTS.items()
-            if any((each.removesuffix(".name"), "{}") in values for each in key.split(", "))
-        ]
-        meant = meant or [value for _, value in values if value in known]
-        hint = answer(f"fedsim_list_{name}") or did_you_mean(meant or closest(name, dict.fromkeys([*kinds, *known])))
-        hint = hint or nearest(name, kinds)  # the list of all components is too long
-        raise ExperimentError(f"{show(name)}: no such kind or component; {hint}")
+        raise ExperimentError(f"{show(name)}: no such kind or component; {name_hint(name, kinds)}")
     return "\n\n".join(blocks)
+
+
+def name_hint(name: str, kinds: Iterable[str]) -> str:
+    """Return the hint for a name that is neither one of the `kinds`, such as `rules`, nor the name of a component."""
+    import fedsim.config.experiment  # noqa: F401  # defines what names mean
+
+    known = [known_name for kind in COMPONENTS for known_name in registry_of(kind).names()]
+    values = re.findall(r"([\w.]+)=(\{\})", answer(name, "{}"))  # keys of kinds
+    meant = [
+        kind
+        for kind, (key, _) in COMPONENTS.items()
+        if any((each.removesuffix(".name"), "{}") in values for each in key.split(", "))
+    ]
+    hints = (answer(f"fedsim_list_{name}"), did_you_mean(meant or closest(name, kinds)), meaning(name))
+    hint = next(filter(None, hints), "") or did_you_mean(closest(name, dict.fromkeys(known)))
+    return hint or nearest(name, kinds)  # the list of all components is too long
 
 
 def describe(kind: str, registration: Registration) -> str:

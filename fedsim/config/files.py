@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from fedsim.core.input_limits import MAX_DEPTH, problem_with_words, refuse_long_chains
-from fedsim.core.text_wrapping import hang, has_words
+from fedsim.core.text_wrapping import hang
 from fedsim.errors import ExperimentError, cut, show
-from fedsim.hints.names import closest, did_you_mean
+from fedsim.hints.names import closest, did_you_mean, has_words
 from fedsim.system.files import decoded, is_file, read_bounded, user_path
 from fedsim.system.packages import import_extra
 from fedsim.toml import tomllib

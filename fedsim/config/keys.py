@@ -19,8 +19,8 @@ from pydantic_core import PydanticUndefined
 from fedsim.config.components import COMPONENTS, registry_of
 from fedsim.config.experiment import Experiment
 from fedsim.core.base_table import ComponentTable, Name, Table
-from fedsim.core.text_wrapping import has_words
 from fedsim.errors import show
+from fedsim.hints.names import has_words
 
 COLUMNS = 100  # width of the list if stdout is not a terminal
 WORDS = {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "unset", Any: "any value"}
@@ -105,12 +105,12 @@ def _default(value: Any) -> str:
 def list_keys(columns: int | None = None, search: str = "") -> str:
     """Return a list of the keys of an experiment as text, wrapped to `columns`.
 
-    Only keys with all words of `search` in their path or description are listed. The text is "" if there are none.
+    Only keys with all words of `search` in their path, their description or that of their table are listed. The text is "" if there are none.
     """
     width = columns or COLUMNS
     blocks = ["keys of an experiment (key=value on the command line)"]
     for table in key_tables():
-        keys = [key for key in table.keys if has_words(search, key.path, key.description)]
+        keys = [key for key in table.keys if has_words(search, key.path, key.description, table.description)]
         if not keys:
             continue
         lines = [f"[{table.path}]"] if table.path else []

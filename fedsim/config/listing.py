@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, overload
 
-from fedsim.config.components import COMPONENTS, configuration_of, describe, list_components, registry_of
+from fedsim.config.components import COMPONENTS, describe, list_components, name_hint, registry_of
 from fedsim.config.files import experiments, list_experiments, summary_of
 from fedsim.core.text_wrapping import hang
 from fedsim.errors import ExperimentError, show
-from fedsim.hints.meanings import answer, nearest
+from fedsim.hints.meanings import nearest
 
 if TYPE_CHECKING:
     from fedsim.config.typed_keys import Kind
@@ -125,10 +125,8 @@ def components(kind: str | None = None) -> AllKinds | ListedKind:
         return ListedKind(kind)
     if owners := _kinds_with(kind):
         remedy = _lookup(owners[0], kind)
-    elif command := re.fullmatch(r"write fedsim list ([\w-]+)", answer(f"fedsim_list_{kind}")):
-        remedy = f'write fedsim.components("{command[1]}")'
     else:
-        remedy = nearest(str(kind), KINDS)
+        remedy = re.sub(r"\bfedsim list ([\w-]+)", r'fedsim.components("\1")', name_hint(str(kind), KINDS))
     raise ExperimentError(f"kind = {show(kind)}: no such kind of component; {remedy}")
 
 
@@ -169,4 +167,4 @@ def _names_of(kind: str) -> dict[str, ListedName]:
 
 
 def _listed(kind: str, registration: Registration) -> ListedName:
-    return ListedName(registration.summary, describe(kind, registration), configuration_of(registration))
+    return ListedName(registration.summary, describe(kind, registration), registration.fields)

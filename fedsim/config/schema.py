@@ -187,8 +187,8 @@ class Data(ComponentTable):
     root: Annotated[str | None, BeforeValidator(lambda root: str(root) if isinstance(root, Path) else root)] = None
     """Folder of downloaded data sets. Unset: the environment variable FEDSIM_DATA, or `~/.cache/fedsim/data`."""
     local_test_fraction: FractionBelowOne | Literal[OWN] = 0.0  # type: ignore[valid-type]
-    """Fraction of each worker's samples that is used for tests and not for training. `own`: each worker is tested on
-    the test samples of its owner. This is the default for a partition by owners if the test data names the owners
+    """Fraction of each worker's samples that is held out as the worker's local test set. `own`: the local test set of a
+    worker is that of its owner. This is the default for a partition by owners if the test data names the owners
     too."""
     stratify: bool | None = None
     """Whether samples that are drawn for tests, validation or local tests contain the same fraction of each class.
@@ -820,7 +820,11 @@ class Race(Table):
 
 
 class WorkerEvaluation(Table):
-    """Tests of individual workers on their own test samples, which need `data.local_test_fraction`."""
+    """Tests of individual workers on their own test samples, which need `data.local_test_fraction`.
+
+    The metrics `worker_accuracy` and `worker_loss` are means over the workers. The files `workers-*.csv` contain the
+    accuracy and loss of each worker.
+    """
 
     every: PositiveCount = 10
     """Number of rounds between two tests. The last round is also tested."""

@@ -108,7 +108,8 @@ class Settings(Table):
     workers before each round: names or tables, applied in this order. Empty: workers receive the global model."""
     task: schema.Task = schema.Task()
     metrics: Annotated[list[schema.EvaluationMetric], schema.OneOrMore, Field(max_length=20)] = Field(default=[])
-    """Numbers that each test records in addition to loss and accuracy: names or tables."""
+    """Numbers that tests of the global model record in addition to loss and accuracy: names or tables. Tests of
+    individual workers (`worker_evaluation`) record only loss and accuracy."""
     model: schema.Model = schema.Model()
     data: schema.Data = schema.Data()
     partition: schema.Partition = schema.Partition()

@@ -773,7 +773,7 @@ class DataTable(TypedDict, total=False):
     root: str | None
     """Folder of downloaded data sets. Unset: the environment variable FEDSIM_DATA, or `~/.cache/fedsim/data`."""
     local_test_fraction: float | Literal['own']
-    """Fraction of each worker's samples that is used for tests and not for training. `own`: each worker is tested on the test samples of its owner. This is the default for a partition by owners if the test data names the owners too."""
+    """Fraction of each worker's samples that is held out as the worker's local test set. `own`: the local test set of a worker is that of its owner. This is the default for a partition by owners if the test data names the owners too."""
     stratify: bool | None
     """Whether samples that are drawn for tests, validation or local tests contain the same fraction of each class. Unset: true if test samples are drawn from one data set with class labels."""
     channels: Literal['first', 'last'] | None
@@ -1034,7 +1034,7 @@ class ExperimentKeys(TypedDict, total=False):
     task: Tasks | Component | TaskTable | Mapping[str, Any]
     """The learning task, which defines the loss and the correct predictions in training and tests."""
     metrics: Metrics | Component | EvaluationMetricTable | Mapping[str, Any] | Sequence[Metrics | Component | EvaluationMetricTable | Mapping[str, Any]]
-    """Numbers that each test records in addition to loss and accuracy: names or tables."""
+    """Numbers that tests of the global model record in addition to loss and accuracy: names or tables. Tests of individual workers (`worker_evaluation`) record only loss and accuracy."""
     model: Models | Component | ModelTable | Mapping[str, Any]
     """The model that all workers train."""
     data: Datasets | Component | DataTable | Mapping[str, Any] | object

@@ -53,6 +53,8 @@ def _validated(model: type[BaseModel], values: dict[str, Any]) -> BaseModel:
     except ValidationError as error:
         try:  # JSON rules: arrays become tuples, strings become paths or enumeration members
             return model.model_validate_json(json.dumps(values, default=_as_json))
+        except ValidationError as by_json:  # names the wrong element of a tuple
+            raise (error if by_json.errors()[0]["type"] == "json_invalid" else by_json) from None
         except (TypeError, ValueError):
             raise error from None
 

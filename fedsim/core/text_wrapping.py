@@ -1,4 +1,4 @@
-"""Wrap long text for narrow terminals, and search it."""
+"""Wrap long text for narrow terminals."""
 
 from __future__ import annotations
 
@@ -37,8 +37,3 @@ def hang(head: str, text: str, columns: int | None) -> str:
 def note(text: str) -> str:
     """Return the text of a note below a table, wrapped to NOTE_COLUMNS, with all lines except the first indented."""
     return textwrap.fill(text, NOTE_COLUMNS, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
-
-
-def has_words(search: str, *texts: str) -> bool:
-    """Whether every word of `search` occurs in the texts, ignoring case. True if there are no words."""
-    return all(word in "\n".join(texts).lower() for word in search.lower().split())

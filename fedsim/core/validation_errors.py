@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Iterable, Iterator, Mapping
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -27,27 +28,26 @@ def explain(error: ValidationError, model: type[BaseModel], place: str = "") -> 
     table_keys: dict[str, list[str]] = {}  # by place
     for problem in error.errors(include_url=False):
         kind, value, cause = problem["type"], problem["input"], problem.get("ctx", {}).get("error")
-        *path, last = problem["loc"] or ("",)
-        path = [part for part in path if not _is_union_member(part)]
-        location = path if kind != "extra_forbidden" and _is_union_member(last) else [*path, last]
+        location, expected = _key_at(problem["loc"], model)
         where = _dotted([place, *location])
         if isinstance(cause, ExperimentError):  # from a fedsim validator: complete except for list indices
             unnumbered = _dotted([place, *(part for part in location if isinstance(part, str))])
             lines.extend(re.sub(rf"^{re.escape(unnumbered)}(\[\]|\b)", where, line) for line in cause.lines)
         elif kind == "extra_forbidden":
-            table = _dotted([place, *path])
+            *path, last = location
             shown = len(lines) <= MAX_PROBLEMS  # a file may have very many unknown keys, and hints take time
-            hint = nearest_key(str(last), _keys_at(model, path), table, value) if shown else ""
+            allowed = _keys_of(_key_at(problem["loc"][:-1], model)[1]) if shown else []
+            hint = nearest_key(str(last), allowed, _dotted([place, *path]), value) if shown else ""
             lines.append(f"{where} = {show(value)}: unknown key; {hint}")
         elif kind == "missing":
-            field = model.model_fields.get(str(last))
+            field = model.model_fields.get(str(location[-1]))
             example = next((mark for mark in field.metadata if isinstance(mark, Example)), None) if field else None
-            such_as = f", such as {last} = {show(example.value)}{example.alternative}" if example else ""
+            such_as = f", such as {location[-1]} = {show(example.value)}{example.alternative}" if example else ""
             lines.append(f"{where}: is required{such_as}")
         else:
             requirements.setdefault(where, (value, []))[1].append(_requirement(problem["msg"]))
             if kind == "model_type":
-                table_keys[where] = _keys_at(model, location)
+                table_keys[where] = _keys_of(expected)
     lines += _unmet(requirements, table_keys)
     return [*dict.fromkeys(lines)]
 
@@ -72,9 +72,38 @@ def _unmet(requirements: Mapping[str, tuple[Any, list[str]]], table_keys: Mappin
         yield f"{where} = {show(value)}: must be {' or '.join(wanted)}{also}{hint}"
 
 
-def _is_union_member(part: int | str) -> bool:
-    """Whether `part` of the location in a pydantic error names a type of a union, and not a key."""
-    return isinstance(part, str) and ("[" in part or part.startswith("constrained-") or part in ("bool", "float"))
+def _key_at(location: Iterable[int | str], model: type[BaseModel]) -> tuple[list[int | str], Any]:
+    """Return the parts of the key in which pydantic found a problem, and the type of the key.
+
+    `location` is the path to the problem in pydantic's words. For a value of a union type, it also contains the type
+    that was tried: ("inputs", "dict[str,str]", "x") becomes ("inputs", "x").
+    """
+    parts, kind = list[int | str](), cast(Any, model)
+    for part in location:
+        kinds = _alternatives(kind)
+        if len(kinds) > 1:
+            tried = str(part).partition("[")[0]
+            kind = next((each for each in kinds if getattr(get_origin(each) or each, "__name__", "") == tried), Any)
+            continue
+        fields, inner = getattr(kinds[0], "model_fields", {}), [each for each in get_args(kinds[0]) if each is not ...]
+        kind = fields[part].annotation if part in fields else inner[-1] if inner else Any
+        parts += [] if part == "[key]" else [part]  # an invalid key in the table
+    return parts, kind
+
+
+def _alternatives(kind: Any) -> list[Any]:
+    """Return the members of a union type without None, or the type itself."""
+    if get_origin(kind) is Annotated:
+        return _alternatives(get_args(kind)[0])
+    if get_origin(kind) not in (Union, UnionType):
+        return [kind]
+    return [inner for each in get_args(kind) if each is not NoneType for inner in _alternatives(each)]
+
+
+def _keys_of(kind: Any) -> list[str]:
+    """Return the keys of a table, or of the tables in a list."""
+    kinds = [inner for each in _alternatives(kind) for inner in (each, *get_args(each))]
+    return list(next((each.model_fields for each in kinds if BaseModel in getattr(each, "__mro__", ())), ()))
 
 
 def _dotted(parts: Iterable[int | str]) -> str:
@@ -85,18 +114,9 @@ def _dotted(parts: Iterable[int | str]) -> str:
 
 def _requirement(message: str) -> str:
     """Return pydantic's error message as a text that can follow "must be"."""
-    message = re.sub(r"a valid dictionary or instance of \w+", "a table", message.replace(" after validation", ""))
+    message = re.sub(r"a valid dictionary( or instance of \w+)?|an object", "a table", message.replace(" after validation", ""))
     message = re.sub(r"^(String|List|Tuple|Set) should have ", lambda it: f"a {it[1].lower()} that has ", message)
     message = re.sub(r"^String should match ", "a string that matches the ", message)
     message = re.sub(r"^(Input should be|Value error, must be|Value error,) ", "", message)
-    message = re.sub("a valid (list|tuple)", "a list", message)
+    message = re.sub("a valid (list|tuple|array)", "a list", message)
     return re.sub('(?<!")\'(?!")', '"', message.replace("a valid boolean", "true or false"))
-
-
-def _keys_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
-    """Return the keys of a nested table. `location` is the path to this table from `model`: ("local", "schedule")."""
-    for part in (part for part in location if part and isinstance(part, str)):
-        annotation = model.model_fields[part].annotation
-        kinds = (annotation, *get_args(annotation))
-        model = next((kind for kind in kinds if BaseModel in getattr(kind, "__mro__", ())), model)
-    return list(model.model_fields)

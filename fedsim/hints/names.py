@@ -13,6 +13,7 @@ from fedsim.errors import show
 from fedsim.toml import tomllib
 
 SHORT = 4  # characters; shorter names are not completed
+PLURAL = re.compile(r"(?<=[^_]{3})(?<!ou)(?<!tu)(?<!s)s(?=_|$)")  # the s of words that are not like "previous"
 CUTOFF = 0.75  # difflib ratio from which a name with the right first letter counts as a misspelling
 
 
@@ -74,8 +75,32 @@ def words_of(name: str) -> frozenset[str]:
     text = normalized(name.replace(".", "_"))
     for pair in (each for each in same if "_" in each):
         text = text.replace(pair, same[pair])
-    words = re.sub(r"(?<=[^_]{3})(?<!ou)(?<!tu)(?<!s)s(?=_|$)", "", text).split("_")  # singular
+    words = PLURAL.sub("", text).split("_")
     return frozenset(filter(None, (same.get(word, word) for word in words))) or frozenset(words)
+
+
+def has_words(search: str, *texts: str) -> bool:
+    """Whether each word of `search` is the beginning of a word in the texts, or a synonym of a word there.
+
+    Case, the plural, and words such as "of" and "number" are ignored. True if there are no words.
+
+    >>> has_words("clients aggreg", "Aggregate the updates of all workers.")
+    True
+    >>> has_words("rop", "dropout")
+    False
+    """
+    text, same = "\n".join(texts).lower(), synonyms("same")
+    words = [PLURAL.sub("", word) for word in re.findall(r"[^\W_]+", search.lower())]
+    return all(_stands_in(text, word) for word in [word for word in words if same.get(word, word)] or words)
+
+
+def _stands_in(text: str, word: str) -> bool:
+    """Whether a word in the text starts with `word`, or is a synonym of `word`."""
+    same = synonyms("same")
+    meant = same.get(word, word)
+    alike = [meant, *(phrase for phrase, meaning in same.items() if meaning == meant)]
+    whole = "|".join(alike).replace("_", r"[\W_]+")
+    return bool(re.search(rf"(?<![^\W_])(?:{word}|(?:{whole})s?(?![^\W_]))", text))
 
 
 def normalized(name: str) -> str:

@@ -334,6 +334,9 @@ class RoundRecord(Record):
     """Bytes between the groups and the top level, in both directions, or None without `groups`."""
     samples: list[Count] = field(default_factory=list)
     """Number of samples that each worker of the cohort trained on. A sample in two epochs counts twice."""
+    train_losses: list[Number] = field(default_factory=list)
+    """Mean loss of each worker of the cohort during training, over its `samples`. None for a worker without samples or
+    with a loss that is not finite. Empty with asynchronous policies and in races."""
     virtual_seconds: Annotated[
         Number, Metric("Virtual seconds", "lower", "s", decimals=1, column="virtual s", tag="clock/virtual_seconds")
     ] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -88,10 +89,13 @@ class SynchronousRounds:
         kind.pass_time(self.clock, plan, stats.sent)
         work = plan.work
         samples = self.task.schedule.of(work.workers, work.rounds).samples_in(work.steps, work.sizes)
-        train_loss = mean_loss(kind.train_losses(plan), np.where(np.isin(work.workers, stats.excluded), 0, samples))
+        losses = kind.train_losses(plan)
+        train_loss = mean_loss(losses, np.where(np.isin(work.workers, stats.excluded), 0, samples))
+        of_each = [loss if n and math.isfinite(loss) else None for loss, n in zip(losses.tolist(), samples, strict=True)]
         team.barrier()  # all processes have used the rows, which the tests of single workers overwrite
         of_workers = self.test_workers(round) if self.local_tests.are_due(round) else None
-        return self.record(plan, stats, of_workers, samples.tolist(), train_loss) if team.computes else None
+        trained = samples.tolist(), of_each, train_loss
+        return self.record(plan, stats, of_workers, *trained) if team.computes else None
 
     def begin(self, round: int) -> RoundKind:
         """Return the object that runs `round`.
@@ -143,6 +147,7 @@ class SynchronousRounds:
         stats: AggregationStats,
         of_workers: WorkerResults | None,
         samples: Sequence[int] = (),
+        losses: Sequence[float | None] = (),
         train_loss: float | None = None,
     ) -> Round:
         """Return (record of a round, test results of single workers).
@@ -152,6 +157,7 @@ class SynchronousRounds:
             stats: statistics of all aggregations of the round.
             of_workers: test results of single workers; None if no workers are tested.
             samples: number of samples that each worker of the cohort processed.
+            losses: mean training loss of each worker of the cohort.
             train_loss: mean training loss per sample; None if no worker has trained.
         """
         tested, kind, cohort = self.executor.tested(), self.kind(plan.round), plan.cohort
@@ -169,6 +175,7 @@ class SynchronousRounds:
             bytes_up=kind.bytes_up(plan, stats.sent),
             bytes_down=kind.bytes_down(plan, stats.sent),
             samples=list(samples),
+            train_losses=list(losses),
             virtual_seconds=self.clock.now,
             timeline=self.clock.timeline(cohort.workers, stats.excluded),
             **means_of_workers,

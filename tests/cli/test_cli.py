@@ -190,6 +190,33 @@ def test_list_searches_names_and_documentation(cli):
     assert "  staleness " in cli("list", "experiments", "--search", "staleness").stdout
 
 
+@pytest.mark.parametrize(
+    ("search", "name", "other"),
+    [
+        ("rop", "", "dropout"),  # the middle of a word
+        ("aggreg", "aggregate.rule", "aggregate.rule"),
+        ("metrics", "worker_evaluation.every", "cohort"),
+        ("per-client test set", "data.local_test_fraction", "data.test_fraction"),
+        ("per-worker test set", "data.local_test_fraction", "data.test_fraction"),
+        ("local test", "data.local_test_fraction", "data.test_fraction"),
+        ("number of clients", "workers", "rounds"),
+    ],
+)
+def test_a_search_compares_beginnings_of_words_and_synonyms(cli, search, name, other):
+    done = cli("list", "keys", "--search", search)
+    listed = [line.split(" = ")[0].strip() for line in done.stdout.splitlines() if " = " in line]
+    assert (name in listed) == bool(name)
+    assert (other in listed) == (other == name)
+
+
+def test_hints_about_lists_name_the_right_command(cli):
+    assert cli("list", "--search", "per", "client", "test").stderr.endswith('write --search "per client test"\n')
+    assert cli("list", "rules", "krum").stderr == 'error: "krum": is a second name; write fedsim list krum\n'
+    for name in ("fedavg", "fedadam", "lenet", "femnist"):
+        hint = cli("run", f"strategy={name}").stderr.partition("; ")[2]
+        assert cli("list", name).stderr == f'error: "{name}": no such kind or component; {hint}'
+
+
 @pytest.mark.parametrize("words", [["--search", "xyzxyz"], ["krum", "--search", "mean"], ["absent.py"], ["broken.py"]])
 def test_a_list_that_has_nothing_to_show_gives_a_one_line_error(cli, tmp_path, words):
     (tmp_path / "broken.py").write_text("def (:\n")

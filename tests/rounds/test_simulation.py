@@ -16,9 +16,29 @@ from tests.textbook import small_two_nn, start_of, train_on_joint_batches
 
 FIELDS = """
 round test_loss test_accuracy train_loss validation_loss validation_accuracy metrics seconds virtual_seconds cohort
-dropped samples weights clusters excluded attack_success bytes_up bytes_down top_bytes asynchronous race diverged
+dropped samples train_losses weights clusters excluded attack_success bytes_up bytes_down top_bytes asynchronous race diverged
 worker_accuracy worker_loss timeline
 """
+
+
+@pytest.mark.parametrize("more", [{}, {"engine": "batched"}, {"sync": "gradients"}, {"groups": [1, 0, 1]}, {"cohort": 2}])
+def test_each_workers_training_loss_is_recorded(more, tiny_experiment):
+    tables = {**tiny_experiment, "partition": "tests.components:uneven", "precision": "float64"}
+    for record in fedsim.run({**tables, **more}).history:
+        assert record.train_loss == pytest.approx(np.average(record.train_losses, weights=record.samples))
+    first = fedsim.run({**tables, **more}).history[0]
+    for worker, loss in zip(first.cohort, first.train_losses, strict=True):
+        settings = {**tables, **more, "groups": None, "cohort": 1, "rounds": 1}
+        alone = fedsim.run({**settings, "sampling": {"name": "fixed", "workers": [worker]}}).history[0]
+        if more != {"sync": "gradients"}:  # there, workers compute gradients of one model that all have trained
+            assert alone.train_losses == pytest.approx([loss])
+
+
+def test_a_training_loss_that_is_not_finite_is_none(tiny_experiment):
+    tables = {**tiny_experiment, "aggregate": {"nonfinite": "exclude"}, "partition": [[0, 1], [70, 71], [80, 81]]}
+    tables["data"] = "tests.components:with_a_hole"
+    (record, _) = fedsim.run(tables).history
+    assert [loss is None for loss in record.train_losses] == [True, False, False]
 
 
 def test_gradient_averaging_is_single_process_sgd_on_the_joint_batch(tiny_experiment):
