@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedsim
-from fedsim.config.components import describe_component, list_components
+from fedsim.config.components import list_components
+from fedsim.config.listing import describe_component
 from fedsim.core.rows import Layout
 from fedsim.models import (
     GPT,

@@ -180,6 +180,14 @@ def test_only_the_choice_of_a_kind_of_round_asks_for_the_mode():
     assert asking == {"kind_of", "clock_of"}
 
 
+def test_workflows_install_the_versions_of_a_file():
+    texts = [path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml")]
+    lines = [line for text in texts for line in text.splitlines() if re.search(r"pip install (-e|dist)", line)]
+    assert len(lines) >= 7
+    free = [line for line in lines if not re.search(r" -c \w+\.txt ", line)]
+    assert [line.partition("# ")[2] for line in free] == ["without constraints"]
+
+
 def test_the_workflows_run_all_tests():
     """One runs the default tests with the tested, oldest and newest versions, the other one all else."""
     texts = [(ROOT / ".github" / "workflows" / name).read_text() for name in ("test.yml", "nightly.yml")]

@@ -17,9 +17,9 @@ import typer
 
 from fedsim.cli.program import FAILED, errors_as_lines
 from fedsim.cli.words import AllowImports, Labels, Quiet, Words, complete_metrics, is_folder, source_and_overrides
-from fedsim.config.components import COMPONENTS, describe_component, list_module, registry_of
+from fedsim.config.components import COMPONENTS, list_module, registry_of
 from fedsim.config.files import experiments
-from fedsim.config.listing import KINDS, list_kind, overview
+from fedsim.config.listing import KINDS, describe_component, list_kind, overview
 from fedsim.core.status_line import status_line, with_status_line
 from fedsim.core.text_wrapping import hang, terminal_columns
 from fedsim.errors import ExperimentError, SettingWarning, cut, one_line, show
@@ -227,7 +227,7 @@ def _listing(subjects: list[str], search: str, columns: int | None) -> str:
         if subject in experiments() and not any(subject in registry_of(kind).names() for kind in COMPONENTS):
             return experiments()[subject].read_text(encoding="utf-8").rstrip("\n")
         is_file = subject.endswith(".py")
-        return list_module(user_path(subject), columns) if is_file else describe_component(subject, KINDS)
+        return list_module(user_path(subject), columns) if is_file else describe_component(subject)
     if subject is None and not search:
         more = "fedsim list KIND or NAME shows details; fedsim list keys shows the keys of an experiment"
         return "\n".join([overview(columns), "", hang("", f"{more}; --search finds words", columns)])

@@ -84,7 +84,7 @@ class KeptState(AlgorithmOnly):
         if not algorithm.start(torch.zeros(1)):
             raise ExperimentError(
                 "local.keep_optimizer_state = true: the client algorithm has no state (such as momentum) with the "
-                "given parameters; omit keep_optimizer_state"
+                "given parameters; omit it"
             )
 
     def worker_state(self, row: Tensor) -> State:

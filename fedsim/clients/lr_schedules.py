@@ -242,6 +242,6 @@ class LRSchedule:
             return scheduler
         if isinstance(scheduler, lr_scheduler.OneCycleLR):
             raise ExperimentError(
-                f"warmup = {warmup}: one_cycle begins with its own warm-up; omit warmup and set pct_start"
+                f"warmup = {warmup}: one_cycle begins with its own warm-up; omit it, and set pct_start in its table"
             )
         return lr_scheduler.SequentialLR(optimizer, [first, scheduler], [warmup])

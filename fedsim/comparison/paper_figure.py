@@ -26,6 +26,8 @@ from fedsim.system.files import user_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+else:  # for typing.get_type_hints
+    Figure = Any
 
 Source = Result | Run | Comparison | str | Path
 Kind = Literal["curves", "heatmap", "timeline"]

@@ -32,6 +32,8 @@ from fedsim.system.files import is_file, is_outside
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
+else:  # for typing.get_type_hints
+    Figure = DataFrame = Any
 
 REPAIR = "restore the file, or repeat the comparison in another folder"
 RUN = "run"  # name of the axis of single runs that are drawn together

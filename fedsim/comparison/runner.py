@@ -51,7 +51,7 @@ from fedsim.comparison.tables import (
     tuning_csv,
 )
 from fedsim.config.engines import traits_of
-from fedsim.config.experiment import Experiment
+from fedsim.config.experiment import Experiment, ExperimentKeys, Unpack
 from fedsim.config.validation import warnings_about_objects
 from fedsim.data.sources import data_loaded_once
 from fedsim.errors import ExperimentError, FedsimWarning, RecordError, SettingWarning, one_line, show
@@ -67,9 +67,6 @@ from fedsim.system.limits import without_inner_frames
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from typing_extensions import Unpack
-
-    from fedsim.config.typed_keys import ExperimentKeys
 
 
 def compare(
@@ -116,7 +113,7 @@ def compare(
             one heat map shows the results over the first two settings.
         progress: True prints a line for each run, False prints nothing. None shows a progress bar in notebooks only.
         allow_imports: allow a file to name any import path (see `load_experiment`).
-        changes: settings for all runs, such as `rounds=3`.
+        changes: settings for all runs, such as `rounds=3`. `fedsim.components("keys")` shows all settings.
 
     Raises:
         ExperimentError: an experiment is invalid. No run has started.

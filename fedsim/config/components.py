@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import re
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedsim.core.text_wrapping import hang
 from fedsim.errors import ExperimentError, cut, one_line, show
-from fedsim.hints.meanings import answer, meaning, nearest
-from fedsim.hints.names import closest, did_you_mean, has_words
+from fedsim.hints.names import has_words
 from fedsim.system.files import read_bounded
 
 if TYPE_CHECKING:
@@ -109,66 +107,14 @@ def list_module(path: Path, columns: int | None = None) -> str:
     return "\n".join([str(path), *lines, check])
 
 
-def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:
-    """Return the parameters and docstrings, as text, of all components with this name or at this import path.
-
-    Raises ExperimentError if the component does not exist or cannot be imported. The error for an unknown `name` may
-    also suggest one of the `kinds`, such as `rules`.
-    """
-    prefix, _, member = name.partition(":")
-    families = [kind for kind in COMPONENTS if member and prefix in registry_of(kind).families]
-    if member and not families:
-        return _described(*_imported(name))
-    kinds_of_name = families or [kind for kind in COMPONENTS if name in registry_of(kind).names()]
-    components: dict[str, Registration] = {}
-    for kind in kinds_of_name:
-        try:
-            components[kind] = registry_of(kind).get(name)
-        except ExperimentError:  # models, data sets and transforms of one library have one prefix
-            if kind == kinds_of_name[-1] and not components:
-                raise
-    blocks = [describe(kind, registration) for kind, registration in components.items()]
-    if not blocks:
-        raise ExperimentError(f"{show(name)}: no such kind or component; {name_hint(name, kinds)}")
-    return "\n\n".join(blocks)
-
-
-def name_hint(name: str, kinds: Iterable[str]) -> str:
-    """Return the hint for a name that is neither one of the `kinds`, such as `rules`, nor the name of a component."""
-    import fedsim.config.experiment  # noqa: F401  # defines what names mean
-
-    known = [known_name for kind in COMPONENTS for known_name in registry_of(kind).names()]
-    values = re.findall(r"([\w.]+)=(\{\})", answer(name, "{}"))  # keys of kinds
-    meant = [
-        kind
-        for kind, (key, _) in COMPONENTS.items()
-        if any((each.removesuffix(".name"), "{}") in values for each in key.split(", "))
-    ]
-    hints = (answer(f"fedsim_list_{name}"), did_you_mean(meant or closest(name, kinds)), meaning(name))
-    hint = next(filter(None, hints), "") or did_you_mean(closest(name, dict.fromkeys(known)))
-    return hint or nearest(name, kinds)  # the list of all components is too long
-
-
 def describe(kind: str, registration: Registration) -> str:
     """Return the parameters and the docstring of a component of this kind as text."""
     head = f"{registration.name} ({COMPONENTS[kind][0]})"
-    return _described(head, registration.target, _parameter_lines(registration))
+    return described(head, registration.target, _parameter_lines(registration))
 
 
-def _imported(path: str) -> tuple[str, Any]:
-    """Return the import path and parameters of the component at `path` as text, and the imported component."""
-    from fedsim.core.import_policy import import_object
-
-    try:
-        target = import_object(path)
-        signature = inspect.signature(target)
-    except Exception as error:
-        raise ExperimentError(f"{show(path)}: cannot be imported: {one_line(error)}") from error
-    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
-    return f"{path}{inspect.Signature(bare)}", target
-
-
-def _described(head: str, target: Any, parameters: Iterable[str] = ()) -> str:
+def described(head: str, target: Any, parameters: Iterable[str] = ()) -> str:
+    """Return `head`, the parameters and the docstring of a component as text."""
     parts = ["\n".join(parameters), inspect.getdoc(target) or "no docstring"]
     return head + "\n" + "\n\n".join(textwrap.indent(part, "  ") for part in parts if part)
 

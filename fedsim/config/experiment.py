@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import typing
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -46,15 +47,18 @@ from fedsim.hints.meanings import VOCABULARY, answer
 from fedsim.system.files import is_outside, user_path
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Unpack as Unpack
 
-    from fedsim.config.typed_keys import ExperimentKeys
+    from fedsim.config.typed_keys import ExperimentKeys as ExperimentKeys
+else:  # for typing.get_type_hints, which shows only the names of the keys
+    ExperimentKeys = typing.TypedDict("ExperimentKeys", dict.fromkeys(Settings.model_fields, Any), total=False)
+    Unpack = getattr(typing, "Unpack", typing.Union)  # in Python 3.10, which has no Unpack; Union[X] is X
 
 
 class Experiment(Settings):
     """All settings of a run, checked on construction. Every key has a default. Tables are passed as dicts.
 
-    `fedsim.components("keys")` lists the keys.
+    `fedsim.components("keys")` shows all keys with their types, defaults and descriptions, as `fedsim list keys` does.
 
     Raises ExperimentError with one line per problem.
 
@@ -66,6 +70,7 @@ class Experiment(Settings):
     _awaits_data: bool = PrivateAttr(default=False)
 
     def __init__(self, **keys: Unpack[ExperimentKeys]) -> None:
+        """Check the settings `keys`, which `fedsim.components("keys")` shows."""
         tables: dict[str, Any] = plain(keys)
         if problem := problem_with_words(tables):
             raise ExperimentError(problem)

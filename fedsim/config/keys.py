@@ -105,7 +105,8 @@ def _default(value: Any) -> str:
 def list_keys(columns: int | None = None, search: str = "") -> str:
     """Return a list of the keys of an experiment as text, wrapped to `columns`.
 
-    Only keys with all words of `search` in their path, their description or that of their table are listed. The text is "" if there are none.
+    Only keys with all words of `search` in their path, their description or that of their table are listed. The text
+    is "" if there are none.
     """
     width = columns or COLUMNS
     blocks = ["keys of an experiment (key=value on the command line)"]

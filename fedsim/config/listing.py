@@ -6,13 +6,14 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
-from fedsim.config.components import COMPONENTS, describe, list_components, name_hint, registry_of
+from fedsim.config.components import COMPONENTS, describe, described, list_components, registry_of
 from fedsim.config.files import experiments, list_experiments, summary_of
 from fedsim.core.text_wrapping import hang
-from fedsim.errors import ExperimentError, show
-from fedsim.hints.meanings import nearest
+from fedsim.errors import ExperimentError, one_line, show
+from fedsim.hints.meanings import answer, meaning, nearest
+from fedsim.hints.names import closest, did_you_mean
 
 if TYPE_CHECKING:
     from fedsim.config.typed_keys import Kind
@@ -126,8 +127,60 @@ def components(kind: str | None = None) -> AllKinds | ListedKind:
     if owners := _kinds_with(kind):
         remedy = _lookup(owners[0], kind)
     else:
-        remedy = re.sub(r"\bfedsim list ([\w-]+)", r'fedsim.components("\1")', name_hint(str(kind), KINDS))
+        remedy = re.sub(r"\bfedsim list ([\w-]+)", r'fedsim.components("\1")', _name_hint(str(kind)))
     raise ExperimentError(f"kind = {show(kind)}: no such kind of component; {remedy}")
+
+
+def describe_component(name: str) -> str:
+    """Return the parameters and docstrings, as text, of all components with this name or at this import path.
+
+    Raises ExperimentError if the component does not exist or cannot be imported.
+    """
+    prefix, _, member = name.partition(":")
+    families = [kind for kind in COMPONENTS if member and prefix in registry_of(kind).families]
+    if member and not families:
+        return described(*_imported(name))
+    kinds_of_name = families or [kind for kind in COMPONENTS if name in registry_of(kind).names()]
+    components: dict[str, Registration] = {}
+    for kind in kinds_of_name:
+        try:
+            components[kind] = registry_of(kind).get(name)
+        except ExperimentError:  # models, data sets and transforms of one library have one prefix
+            if kind == kinds_of_name[-1] and not components:
+                raise
+    blocks = [describe(kind, registration) for kind, registration in components.items()]
+    if not blocks:
+        raise ExperimentError(f"{show(name)}: no such kind or component; {_name_hint(name)}")
+    return "\n\n".join(blocks)
+
+
+def _name_hint(name: str) -> str:
+    """Return the hint for a name that is neither a kind, such as `rules`, nor the name of a component."""
+    import fedsim.config.experiment  # noqa: F401  # defines what names mean
+
+    known = [known_name for kind in COMPONENTS for known_name in registry_of(kind).names()]
+    values = re.findall(r"([\w.]+)=(\{\})", answer(name, "{}"))  # keys of kinds
+    meant = [
+        kind
+        for kind, (key, _) in COMPONENTS.items()
+        if any((each.removesuffix(".name"), "{}") in values for each in key.split(", "))
+    ]
+    hints = (answer(f"fedsim_list_{name}"), did_you_mean(meant or closest(name, KINDS)), meaning(name))
+    hint = next(filter(None, hints), "") or did_you_mean(closest(name, dict.fromkeys(known)))
+    return hint or nearest(name, KINDS)  # the list of all components is too long
+
+
+def _imported(path: str) -> tuple[str, Any]:
+    """Return the import path and parameters of the component at `path` as text, and the imported component."""
+    from fedsim.core.import_policy import import_object
+
+    try:
+        target = import_object(path)
+        signature = inspect.signature(target)
+    except Exception as error:
+        raise ExperimentError(f"{show(path)}: cannot be imported: {one_line(error)}") from error
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    return f"{path}{inspect.Signature(bare)}", target
 
 
 def list_kind(kind: str, columns: int | None, search: str = "") -> str:

@@ -7,10 +7,10 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedsim.config.engines import engine_class, traits_of
-from fedsim.config.experiment import Experiment, refuse_untrusted_root
+from fedsim.config.experiment import Experiment, ExperimentKeys, Unpack, refuse_untrusted_root
 from fedsim.config.files import COMPARISON, find_experiment, read_toml, read_yaml
 from fedsim.config.overrides import changes_in, override, parse_word, removed_warnings, repeated
 from fedsim.config.schema import Distributed
@@ -21,11 +21,6 @@ from fedsim.data.sources import data_loaded_once, sample_shape
 from fedsim.errors import DataError, ExperimentError, SettingWarning, cut, show
 from fedsim.system.files import is_file
 from fedsim.system.limits import without_inner_frames
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from fedsim.config.typed_keys import ExperimentKeys
 
 PATHS = (  # keys of paths
     *("data.path", "data.test_path", "data.images", "model.weights", "partition.path"),
@@ -52,7 +47,8 @@ def load_experiment(
         overrides: texts such as "local.lr=0.1". Values are read as TOML, or as strings if they are not TOML.
         allow_imports: whether a file may import any Python code. See `fedsim.core.import_policy`. Import paths in
             `overrides`, tables and Experiments are always imported.
-        changes: keys of the experiment, set after the overrides. A table changes only the keys that it contains.
+        changes: keys of the experiment (see `fedsim.components("keys")`), set after the overrides. A table changes only
+            the keys that it contains.
 
     Warns (SettingWarning) about settings in `source` that do not apply to a newly selected component, and about keys
     that two overrides set.

@@ -31,6 +31,8 @@ from fedsim.system.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+else:  # for typing.get_type_hints
+    Self = Any
 
 Weighting = Literal["uniform", "samples", "inverse_probability"] | list[float]
 

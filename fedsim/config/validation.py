@@ -516,7 +516,8 @@ def _check_numbers_of_tests(experiment: Settings) -> Iterator[str]:
     """Yield an error line for each metric label that is used twice, and for each invalid setting of early stopping."""
     stop, labels = experiment.stop, [table.component.label for table in experiment.metrics]
     for label in dict.fromkeys(label for label in labels if labels.count(label) > 1):
-        yield f"metrics: {labels.count(label)} metrics are called {show(label)}; give each a different `label`"
+        remedy = 'give each a different label, as in {name = "top_k", label = "top_5"}'
+        yield f"metrics: {labels.count(label)} metrics are called {show(label)}; {remedy}"
     if not stop.active:
         return
     where, label = f"stop.metric = {show(stop.metric)}", stop.metric.removeprefix("metrics.")

@@ -29,6 +29,8 @@ from fedsim.hints.names import did_you_mean
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+else:  # for typing.get_type_hints
+    Self = Any
 
 # Type of a field that names a component: a string or the name of an object.
 Name = Annotated[str, WrapValidator(lambda name, check: name if isinstance(name, ObjectName) else check(name))]

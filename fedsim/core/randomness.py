@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fedsim.core import philox
 from fedsim.errors import ExperimentError, show
+from fedsim.hints.attributes import hinting
 from fedsim.system.devices import to_device, with_index
 from fedsim.system.global_settings import run_settings
 
@@ -53,6 +54,10 @@ def draw_key(seed: int, purpose: str, *coordinates: int) -> int:
     """Return a 63-bit hash of all arguments. Equal arguments give equal keys on every machine."""
     if not isinstance(seed, Integral):
         raise ExperimentError(f"seed = {show(seed)}: must be a whole number")
+    if not isinstance(purpose, str):
+        raise ExperimentError(
+            f'purpose = {show(purpose)}: must be a text, such as "batches"; pass the seed by its name'
+        )
     text = "/".join([str(seed), purpose, *map(str, coordinates)])
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -95,6 +100,7 @@ class Draws:
         self._calls = 0
 
     @classmethod
+    @hinting
     def of(cls, purpose: str, *coordinates: int, seed: int, device: torch.device | str = "cpu") -> Draws:
         """Return a source of random tensors for (seed, purpose, coordinates) on `device`.
 

@@ -114,7 +114,9 @@ def _dotted(parts: Iterable[int | str]) -> str:
 
 def _requirement(message: str) -> str:
     """Return pydantic's error message as a text that can follow "must be"."""
-    message = re.sub(r"a valid dictionary( or instance of \w+)?|an object", "a table", message.replace(" after validation", ""))
+    message = re.sub(
+        r"a valid dictionary( or instance of \w+)?|an object", "a table", message.replace(" after validation", "")
+    )
     message = re.sub(r"^(String|List|Tuple|Set) should have ", lambda it: f"a {it[1].lower()} that has ", message)
     message = re.sub(r"^String should match ", "a string that matches the ", message)
     message = re.sub(r"^(Input should be|Value error, must be|Value error,) ", "", message)

@@ -268,7 +268,7 @@ def only_target(columns: Columns, place: str) -> str:
         header = "; if the first line of a file has values, write the names of the columns above it" * are_values
         raise DataError(
             f"{place}: must have exactly one column with one of the names {', '.join(TARGETS)}; otherwise, set "
-            f"`target` to one of the columns {cut(', '.join(map(str, columns)))}, or rename a column{header}"
+            f"data.target to one of the columns {cut(', '.join(map(str, columns)))}, or rename a column{header}"
         )
     return names[0]
 
@@ -321,13 +321,13 @@ def input_columns(columns: Columns, place: str) -> list[str]:
         nameless = name is None or name != name or bool(NAMELESS.fullmatch(str(name)))
         if (nameless or NUMBERING.fullmatch(str(name))) and _are_different_integers(values):
             warn(
-                f"{place}: column {show(name)} only numbers the rows, and is not an input; to use it, set `inputs` or "
-                "`ids`"
+                f"{place}: column {show(name)} only numbers the rows, and is not an input; to use it, set "
+                "data.inputs or data.ids"
             )
         elif nameless:
             raise DataError(
                 f"{place}: column {show(name)} has no name; give it a name, remove it (such as a comma at line ends), "
-                "or set `inputs` to the columns of inputs"
+                "or set data.inputs to the columns of inputs"
             )
         else:
             inputs.append(name)

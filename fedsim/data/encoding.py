@@ -140,7 +140,7 @@ def train_and_test(
         if arrays and len(inputs) > 1:
             raise DataError(
                 f"{place}: the columns {cut(', '.join(map(str, inputs)))} are not joined to one input, because "
-                f"{show(str(arrays[0]))} has several numbers per sample; set `inputs` to one of these columns, to a "
+                f"{show(str(arrays[0]))} has several numbers per sample; set data.inputs to one of these columns, to a "
                 "list of columns to join, or to a dict of several inputs by name"
             )
     columns = names_in(inputs)
@@ -310,7 +310,7 @@ def _joined(
             if values.ndim > 2 and len(names) > 1:
                 raise DataError(
                     f"{column} has values of shape {list(values.shape[1:])}, such as images, which cannot be joined "
-                    f"with other columns to one input; set `inputs` to one of the columns "
+                    f"with other columns to one input; set data.inputs to one of the columns "
                     f"{cut(', '.join(map(str, names)))}"
                 )
             if values.dtype.kind == "U":

@@ -37,14 +37,20 @@ def attribute_hint(name: str, names: Iterable[str], otherwise: str = "") -> str:
 
 
 def hinting(function: F) -> F:
-    """Decorate a public function: an unknown keyword raises ExperimentError with the nearest argument."""
-    names = [name for name in inspect.signature(function).parameters if name != "self"]
+    """Decorate a public function: an unknown or missing keyword raises ExperimentError with the right argument."""
+    parameters = inspect.signature(function).parameters
+    names = [name for name in parameters if name not in ("self", "cls")]
+    required = [
+        each.name for each in parameters.values() if each.kind is each.KEYWORD_ONLY and each.default is each.empty
+    ]
 
     @functools.wraps(function)
     def checked(*arguments: Any, **keywords: Any) -> Any:
         if unknown := [name for name in keywords if name not in names]:
             where = f"{function.__name__}: {unknown[0]} = {show(keywords[unknown[0]])}"
             raise ExperimentError(f"{where}: no such argument; {nearest(unknown[0], names)}")
+        if missing := [name for name in required if name not in keywords]:
+            raise ExperimentError(f"{function.__qualname__}: {missing[0]}: must be passed by its name")
         return function(*arguments, **keywords)
 
     return cast(F, checked)

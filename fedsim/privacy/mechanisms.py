@@ -152,7 +152,7 @@ class AdaptiveCentralPrivacy(CentralPrivacy):
         if self.noise >= (bound := 2 * self._count_noise(cohort)):
             raise ExperimentError(
                 f"privacy.noise = {self.noise:g}: must be less than {bound:g}, which is 2 * privacy.count_noise (by "
-                "default, count_noise is cohort / 20); reduce privacy.noise, or use a larger count_noise or cohort"
+                "default, cohort / 10); reduce privacy.noise, or use a larger privacy.count_noise or cohort"
             )
 
     def noise_of_sum(self, cohort: float) -> float:

@@ -91,7 +91,9 @@ class SynchronousRounds:
         samples = self.task.schedule.of(work.workers, work.rounds).samples_in(work.steps, work.sizes)
         losses = kind.train_losses(plan)
         train_loss = mean_loss(losses, np.where(np.isin(work.workers, stats.excluded), 0, samples))
-        of_each = [loss if n and math.isfinite(loss) else None for loss, n in zip(losses.tolist(), samples, strict=True)]
+        of_each = [
+            loss if n and math.isfinite(loss) else None for loss, n in zip(losses.tolist(), samples, strict=True)
+        ]
         team.barrier()  # all processes have used the rows, which the tests of single workers overwrite
         of_workers = self.test_workers(round) if self.local_tests.are_due(round) else None
         trained = samples.tolist(), of_each, train_loss

@@ -6,7 +6,7 @@ import functools
 import html
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,8 @@ from fedsim.system.files import is_file, user_path
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
+else:  # for typing.get_type_hints
+    Figure = DataFrame = Any
 
 
 @dataclass(frozen=True)

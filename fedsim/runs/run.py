@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedsim.callbacks.callback import Callback, FunctionCallback, UserCallbacks
 from fedsim.callbacks.early_stopping import FinalWorkerTests, StopEarly
@@ -16,7 +16,7 @@ from fedsim.callbacks.loggers import Loggers
 from fedsim.callbacks.notebook import display_of
 from fedsim.callbacks.painter import Painter
 from fedsim.callbacks.records import Checkpoints, KeptUpdates, Recorder
-from fedsim.config.experiment import Experiment
+from fedsim.config.experiment import Experiment, ExperimentKeys, Unpack
 from fedsim.config.load import load_experiment, with_data
 from fedsim.config.validation import warnings_about, warnings_about_objects
 from fedsim.core.randomness import sole_use_of_generators
@@ -36,11 +36,6 @@ from fedsim.runs.session import Session
 from fedsim.runs.setup import begun
 from fedsim.system.files import user_path
 from fedsim.system.limits import without_inner_frames
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from fedsim.config.typed_keys import ExperimentKeys
 
 
 def run(
@@ -83,7 +78,8 @@ def run(
         progress: whether to print a line for each round, as the command line does. None shows a progress bar and a
             curve in a notebook, and nothing elsewhere.
         allow_imports: whether an experiment file may use any importable object; see `load_experiment`.
-        changes: settings of the experiment to change. A dict changes only the keys that it contains.
+        changes: settings of the experiment to change, which `fedsim.components("keys")` shows. A dict changes only the
+            keys that it contains.
 
     Raises:
         ExperimentError: the experiment is invalid, cannot be run on this machine, or another thread runs an experiment.

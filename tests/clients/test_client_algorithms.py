@@ -7,7 +7,7 @@ import torch
 
 import fedsim
 from fedsim.clients import client_algorithm
-from fedsim.config.components import describe_component
+from fedsim.config.listing import describe_component
 from fedsim.core.randomness import sample_cohort
 from fedsim.records.reader import Run
 from fedsim.runs.setup import check_run

@@ -62,10 +62,7 @@ def test_names_that_are_not_listed_can_be_looked_up():
             lambda: fedsim.components("graphs"),
             'kind = "graphs": no such kind of component; write fedsim.components("topologies")',
         ),
-        (
-            lambda: fedsim.components("fedadam"),
-            'kind = "fedadam": no such kind of component; write server=adam',
-        ),
+        (lambda: fedsim.components("fedadam"), 'kind = "fedadam": no such kind of component; write server=adam'),
         (
             lambda: fedsim.components("losses"),
             'kind = "losses": no such kind of component; write fedsim.components("tasks")',

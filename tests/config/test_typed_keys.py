@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import pydoc
 import re
+import typing
+from dataclasses import is_dataclass
 
 import pytest
 
@@ -91,6 +94,37 @@ def test_help_shows_that_keywords_are_the_keys_of_an_experiment(function):
     assert (keywords.kind, keywords.annotation) == (keywords.VAR_KEYWORD, "Unpack[ExperimentKeys]")
     keys = re.search(r"class ExperimentKeys\(.*", typed_keys.text(), re.DOTALL)[0]
     assert re.findall(r"^    (\w+): ", keys, re.MULTILINE) == list(Experiment.model_fields)
+
+
+def public_functions():
+    """Yield the public functions and classes of fedsim, and the methods of these classes that fedsim defines."""
+    for name in fedsim.__all__:
+        value = getattr(fedsim, name)
+        yield from [value] * callable(value)
+        for base in value.__mro__ if isinstance(value, type) else ():
+            for method, member in list(vars(base).items()) if base.__module__.startswith("fedsim.") else ():
+                function = getattr(member, "fget", getattr(member, "__func__", member))
+                is_own = getattr(function, "__module__", "").startswith("fedsim.")  # not added by pydantic
+                is_public = not method.startswith("_") or (method == "__init__" and not is_dataclass(base))
+                yield from [function] * (inspect.isfunction(function) and is_own and is_public)
+
+
+def test_type_hints_of_public_functions_can_be_evaluated():
+    functions = list(public_functions())
+    assert {fedsim.run, fedsim.Experiment, fedsim.Experiment.__init__, fedsim.Result.plot} <= set(functions)
+    for function in functions:
+        assert isinstance(typing.get_type_hints(function), dict)
+    for function in (fedsim.run, fedsim.load_experiment, fedsim.compare):
+        hint = typing.get_type_hints(function)["changes"]
+        (keys,) = typing.get_args(hint) or [hint]
+        assert list(keys.__annotations__) == list(Experiment.model_fields)
+
+
+@pytest.mark.parametrize("function", [fedsim.run, fedsim.load_experiment, fedsim.compare, fedsim.Experiment])
+def test_help_says_where_the_keys_are_listed(function):
+    shown = pydoc.plain(pydoc.render_doc(function))
+    assert 'fedsim.components("keys")' in shown
+    assert "ValidationError" not in shown.partition("Methods inherited from")[0]
 
 
 def test_notebooks_complete_the_keys_of_an_experiment():

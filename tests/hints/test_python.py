@@ -203,6 +203,15 @@ MISTAKES = {
         lambda: fedsim.partition(LABELS_OF_9, "dirichlet", 3, seed=0.1),
         "seed = 0.1: must be a whole number$",
     ),
+    "draws without a seed": (lambda: fedsim.Draws.of(0, "batches", 1), "Draws.of: seed: must be passed by its name$"),
+    "draws with the arguments of older versions": (
+        lambda: fedsim.Draws.of(0, "batches", 1, seed=0),
+        'purpose = 0: must be a text, such as "batches"; pass the seed by its name$',
+    ),
+    "draws with a misspelled argument": (
+        lambda: fedsim.Draws.of("batches", sede=0),
+        'of: sede = 0: no such argument; did you mean "seed"\\?$',
+    ),
     "a seed without its name": (
         lambda: fedsim.partition(LABELS_OF_9, "iid", 3, 7),
         "partition: argument 4 = 7: must be passed by its name, such as seed=7$",

@@ -16,12 +16,14 @@ from tests.textbook import small_two_nn, start_of, train_on_joint_batches
 
 FIELDS = """
 round test_loss test_accuracy train_loss validation_loss validation_accuracy metrics seconds virtual_seconds cohort
-dropped samples train_losses weights clusters excluded attack_success bytes_up bytes_down top_bytes asynchronous race diverged
-worker_accuracy worker_loss timeline
+dropped samples weights clusters excluded attack_success bytes_up bytes_down top_bytes asynchronous race diverged
+worker_accuracy worker_loss timeline train_losses
 """
 
 
-@pytest.mark.parametrize("more", [{}, {"engine": "batched"}, {"sync": "gradients"}, {"groups": [1, 0, 1]}, {"cohort": 2}])
+@pytest.mark.parametrize(
+    "more", [{}, {"engine": "batched"}, {"sync": "gradients"}, {"groups": [1, 0, 1]}, {"cohort": 2}]
+)
 def test_each_workers_training_loss_is_recorded(more, tiny_experiment):
     tables = {**tiny_experiment, "partition": "tests.components:uneven", "precision": "float64"}
     for record in fedsim.run({**tables, **more}).history:

@@ -169,7 +169,7 @@ def _read(folder: Path, files: Images, classes: Sequence[str], size: int | None,
         if images and pixels.shape != images[0].shape:
             raise DataError(
                 f"{file}: has {pixels.shape[1]} x {pixels.shape[0]} pixels, but {first.name} has "
-                f"{images[0].shape[1]} x {images[0].shape[0]}; set `size` to resize all images"
+                f"{images[0].shape[1]} x {images[0].shape[0]}; set data.size to resize all images"
             )
         images.append(pixels)
         labels.append(classes.index(name))

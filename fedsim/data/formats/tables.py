@@ -191,7 +191,7 @@ def _csv(path: str, signs: Signs, is_text: Callable[[str], bool], is_target: Cal
     if len(columns) == 1:
         only = f"has only one column, {show(next(iter(columns)))} (delimiter {show(found)})"
         spaces = ', for example with pandas.read_csv(FILE, sep=r"\\s+").to_csv(FILE, index=False)'
-        remedy = f"separate the columns by commas{spaces}" if " " in names[0].strip() else "set `delimiter`"
+        remedy = f"separate the columns by commas{spaces}" if " " in names[0].strip() else "set data.delimiter"
         raise DataError(f"{path}: {only}; {remedy}, or add columns of inputs")
     keys = "" if signs.are_set else "set {}"
     table = DataTable(columns, path, (), lambda row: f"line {_line_of(path, found, row, len(skipped))}", signs=keys)

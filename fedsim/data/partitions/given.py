@@ -99,7 +99,7 @@ class Given:
 
     def __post_init__(self) -> None:
         if (self.shards is None) == (self.path is None):
-            raise ExperimentError("partition: `given` needs either `shards` or `path`")
+            raise ExperimentError('partition.name = "given": needs either partition.shards or partition.path')
 
     def __call__(self, n_workers: int) -> list[np.ndarray]:
         if n_workers != len(self._lists):

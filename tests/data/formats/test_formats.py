@@ -308,7 +308,7 @@ class TestImageFolder:
         self.write(tmp_path, parts=("other",), size=(3, 3))
         (tmp_path / "other/cat").rename(tmp_path / "train/eel")
         shutil.rmtree(tmp_path / "other")
-        refused("image_folder", "has 3 x 3 pixels, but one.png has 4 x 6; set `size`", path=str(tmp_path))
+        refused("image_folder", "has 3 x 3 pixels, but one.png has 4 x 6; set data.size", path=str(tmp_path))
         (tmp_path / "train").rename(tmp_path / "val")
         refused("image_folder", "has a folder val, but no folder train", path=str(tmp_path))
 

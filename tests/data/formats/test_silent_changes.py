@@ -251,7 +251,7 @@ class TestTables:
         numbered = frame[["x", "y"]].rename(columns={"x": 7})
         assert load((numbered, numbered))[0].inputs.shape == (10, 1)
         refused((numbered, numbered[["y"]]), "the test data: has no column 7; ")
-        refused((pandas.DataFrame(np.zeros((2, 3))),) * 2, "set `target` to one of the columns 0, 1, 2, or")
+        refused((pandas.DataFrame(np.zeros((2, 3))),) * 2, "set data.target to one of the columns 0, 1, 2, or")
 
     def test_spaces_around_labels_and_owners_are_removed(self, tmp_path):
         rows = [f"{k / 4},{('ann', 'ann ', 'bob')[k % 3]},{('dog', ' dog', 'cat')[k % 3]}" for k in range(12)]
@@ -274,7 +274,7 @@ class TestTables:
         pictures = [image.fromarray(np.full((4, 5), k, dtype=np.uint8)) for k in range(4)]
         frame = pandas.DataFrame({"image": pictures, "age": [1.0, 2.0, 3.0, 4.0], "label": [0, 1, 0, 1]})
         refused((frame, frame), 'columns image, age are not joined to one input, because "image" has several numbers')
-        shapes = r'column "image" has values of shape \[1, 4, 5\], .* `inputs` to one of .* image, age'
+        shapes = r'column "image" has values of shape \[1, 4, 5\], .* set data.inputs to one of .* image, age'
         refused((frame, frame), shapes, inputs=["image", "age"])
         tokens = pandas.DataFrame({"input_ids": [[1, 2]] * 9, "mask": [[1, 0]] * 9, "label": [0, 1, 2] * 3})
         refused(tokens, "^the training data: the columns input_ids, mask are not joined to one input, because ")

@@ -372,7 +372,7 @@ def test_columns_of_large_numbers_are_named(csv):
         (lines(["é"] * 10, BITS).encode("latin-1"), r'line 2 is not UTF-8 \("é" in Latin-1\); save the file as UTF-8'),
         (b"PK\x03\x04\x99\0", "cannot be read: .*line 1 is not UTF-8"),
         (b"", "cannot be read: .*Empty CSV file"),
-        (b"x\n1\n", r'has only one column, "x" \(delimiter ","\); set `delimiter`'),
+        (b"x\n1\n", r'has only one column, "x" \(delimiter ","\); set data.delimiter'),
         (b"1,0\n2,1\n", "if the first line of a file has values, write the names of the columns above it"),
         (b"x,y\n1,2,3\n", "cannot be read: .* Expected 2 columns, got 3: 1,2,3"),
         (b"d,y\n" + b"2026-11-27,1\n" * 9, 'column "d": contains dates or times, such as "2026-11-27"'),

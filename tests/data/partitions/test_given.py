@@ -184,7 +184,7 @@ def test_samples_without_owner_are_one_line(owners, data, tiny_experiment):
 def test_the_number_of_lists_is_the_number_of_workers():
     with pytest.raises(ExperimentError, match="workers = 3: the partition has 2 lists, one per worker; omit `workers`"):
         fedsim.partition(np.zeros(4), "given", 3, shards=[[0], [1]])
-    with pytest.raises(ExperimentError, match="needs either `shards` or `path`"):
+    with pytest.raises(ExperimentError, match="needs either partition.shards or partition.path"):
         fedsim.partition(np.zeros(4), "given", 3)
 
 
