@@ -200,7 +200,11 @@ Subjects = Annotated[
     ),
 ]
 Search = Annotated[
-    str, typer.Option(help="List only entries with these words in their name or documentation.", show_default=False)
+    str,
+    typer.Option(
+        help='List only entries whose name or documentation has words that start with these: --search "test set".',
+        show_default=False,
+    ),
 ]
 
 

@@ -269,12 +269,16 @@ def test_the_site_is_built_without_warnings(site):
 OVERFLOWING = """(selector) => [...document.querySelectorAll(selector)]
     .filter((box) => box.clientWidth && box.scrollWidth > box.clientWidth + 1)
     .map((box) => box.textContent.slice(0, 80))"""
+BROKEN = """[...document.querySelectorAll(".md-content td code")]
+    .filter((name) => /^[\\w.=]+$/.test(name.textContent) && !name.closest(".listed"))
+    .filter((name) => name.getClientRects().length > 1)
+    .map((name) => name.textContent)"""
 NARROW, WIDE = 375, 1300  # pixels of a phone and of a laptop
 
 
 @pytest.mark.slow
 def test_pages_fit_narrow_screens_and_outputs_fit_wide_screens(site, browser):
-    """On narrow screens, wide tables of other pages than the reference are scrolled, and so is code."""
+    """On narrow screens, tables of other pages than the reference are scrolled with whole names, and so is code."""
     for width, boxes in (
         (NARROW, ".listed .md-typeset__scrollwrap, .listed .md-typeset__table"),
         (WIDE, ".language-text code"),
@@ -285,6 +289,7 @@ def test_pages_fit_narrow_screens_and_outputs_fit_wide_screens(site, browser):
             page.goto(path.as_uri())
             assert page.evaluate("document.documentElement.scrollWidth") <= width, path
             assert page.evaluate(OVERFLOWING, boxes) == [], path
+            assert width != NARROW or page.evaluate(BROKEN) == [], path
             if width == NARROW and path.parent.name == "reference":
                 tables = "[...document.querySelectorAll('.md-content table')]"
                 assert page.evaluate(f"{tables}.every((table) => getComputedStyle(table).display === 'block')"), path
