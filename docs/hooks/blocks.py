@@ -12,7 +12,7 @@ All blocks of a page run in order in one empty folder:
 `output="yes"`: the ```text block directly below shows what the block prints. A line `...` there stands for any lines.
 `picture="PATH"`: the image below is a copy of the picture PATH that the block creates. `needs="PACKAGE..."` runs the
 block only if these packages are installed. `run="no: REASON"` skips it. Pages with `<!-- slow -->` take more than a
-second. `difference` says when an output counts as equal to the stored one.
+second, and are written with one kind of CPU. `difference` says when an output counts as equal to the stored one.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RUN_BLOCKS = Path(__file__).parent / "run_blocks.py"
+CPU = "AVX512"  # the kind of CPU, as PyTorch calls it, with which the slow pages are written
 MOST_SECONDS = 1800  # time limit for all blocks of a page
 MOST_LINES, HEAD, TAIL = 30, 16, 8  # a longer output is shortened to its first and last lines
 MOST_WIDE, COLOURS = 900, 64  # pixels and colours of a stored picture

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pkgutil import resolve_name
 
 import pytest
+import torch
 
 from tests.commands import ROOT
 from tests.declared import ABSENT, PROJECT, distributions_of, modules_besides, requirements
@@ -60,12 +61,18 @@ def run_forked(words, folder, environment):
 def test_the_blocks_of_the_page_print_the_outputs_below_them(page, tmp_path):
     results = blocks.run(PAGES[page], tmp_path, run_forked)
     assert blocks.error_of(PAGES[page], results, tmp_path) is None
+    here, by_rounding = torch.backends.cpu.get_cpu_capability(), []
     for block, result in zip(blocks.blocks_of(PAGES[page]), results, strict=True):
         if block.action and "output" in block.attributes:
-            remedy = f"python docs/hooks/blocks.py {page}"
-            assert (new := blocks.difference(block.output, result["output"])) is None, f"{block.line}: {new}\n{remedy}"
+            new = blocks.difference(block.output, result["output"])
+            if new and here != blocks.CPU and blocks.SLOW in PAGES[page]:  # of long training, which amplifies rounding
+                by_rounding.append(f"{block.line}: {new}")
+            else:
+                assert new is None, f"{block.line}: {new}\npython docs/hooks/blocks.py {page}"
         if block.action and "picture" in block.attributes:
             assert (ROOT / page).with_name(block.address).is_file()
+    if by_rounding:
+        pytest.skip(f"{here} rounds differently than {blocks.CPU}, with which pages are written: {by_rounding}")
     if missing := blocks.missing_packages(PAGES[page]):
         pytest.skip(f"skipped only the blocks that need {', '.join(missing)}")
 
