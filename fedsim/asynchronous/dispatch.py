@@ -189,8 +189,8 @@ class Dispatcher:
 
     def start_round(self, round: int) -> None:
         """Start a new round with empty statistics."""
-        self.round = self.server.round = round
-        self.stats = self.server.combination.stats = RoundStats()
+        self.round, self.stats = round, RoundStats()
+        self.server.start_round(round, self.stats)
 
     def dispatch(self, slot: int, steps: int | None = None) -> WorkItem:
         """Let a worker start its next step or round. Returns the work item, which describes this step or round.

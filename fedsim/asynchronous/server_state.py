@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedsim.asynchronous.combination import Combination
 from fedsim.asynchronous.policies.policy import Policy
 from fedsim.asynchronous.policies.server import Arrival, AsyncServer
-from fedsim.asynchronous.round_stats import Train
+from fedsim.asynchronous.round_stats import RoundStats, Train
 from fedsim.clients import ClientAlgorithm, State, Stepper
 from fedsim.core.rows import Layout, new_rows
 from fedsim.errors import DivergedError, ExperimentError, called
@@ -103,6 +103,10 @@ class ServerState(AsyncServer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in VIEWS}
+
+    def start_round(self, round: int, stats: RoundStats) -> None:
+        """Set the current round, on which attackers and graphs depend, and the statistics to which it adds."""
+        self.round, self.combination.stats = round, stats
 
     def share(self) -> None:
         """Move the server's CPU tensors to shared memory.

@@ -54,6 +54,15 @@ def test_the_clock_repeats_a_race_bit_for_bit(session, tmp_path, name):
         assert here["virtual_seconds"] is None
 
 
+@pytest.mark.parametrize("attack", [{"workers": [1], "start_round": 2}, {"f": 1, "resample": True}])
+def test_attackers_that_change_are_left_out_of_the_tested_mean_in_a_race(session, tmp_path, attack):
+    attack = {"name": "sign_flipping", **attack}
+    tables = {**TABLES, "attack": attack, "aggregate": "median", "policy": "d_psgd", "rounds": 3}
+    raced = fedsim.run({**tables, "mode": "race"}, tmp_path / "run", session=session)
+    clock = {"mode": "clock", "engine": "serial", "clock": {"replay_log": str(tmp_path / "run")}}
+    assert torch.equal(raced.global_row, fedsim.run({**tables, **clock}).global_row)
+
+
 @pytest.fixture(scope="module")
 def logged(session, tmp_path_factory):
     """Return the run folder of an `asgd` race."""

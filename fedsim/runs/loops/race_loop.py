@@ -138,6 +138,7 @@ class RaceLoop(Loop):
         """
         self._switch_to(run)
         server, timer, sums = self._server, self._timer, ProcessResult()
+        server.start_round(round, sums.stats)
         self._race_state.clear()
         with timer("train"):
             for of_process in self._call(RaceWorker.race, run, round):
