@@ -246,7 +246,7 @@ class VirtualClock:
 
     def _deadlock(self) -> str:
         n, left = self._server.n, self._server.n - len(self._server.alive)
-        departed = f"; {left} of {n} workers have left (clock.departures)" if left else ""
+        departed = f": {left} of {n} workers have left; let fewer leave (clock.departures)" if left else ""
         return (
             f"policy: deadlock at {self.now:g} virtual seconds, because no worker is busy and the policy lets no "
             f"worker start{departed}"

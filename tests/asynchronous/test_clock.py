@@ -183,8 +183,8 @@ def test_unfinished_work_of_a_departed_worker_never_arrives():
     assert run.clock.dispatcher.stats.cancelled.total() == 3
     assert run.clock.dispatcher.stats.samples == Counter({0: 10, 1: 8})
     assert caught.value.lines == (
-        "policy: deadlock at 4 virtual seconds, because no worker is busy and the policy lets no worker start; "
-        "3 of 3 workers have left (clock.departures)",
+        "policy: deadlock at 4 virtual seconds, because no worker is busy and the policy lets no worker start: "
+        "3 of 3 workers have left; let fewer leave (clock.departures)",
     )
     trained = Counter(item.worker for items in run.trained for item in items)
     assert trained == Counter({0: 3, 1: 2}), "lost work is not computed"
@@ -204,7 +204,7 @@ def test_a_cancelled_departure_is_decided_again_by_the_next_work():
 def test_too_few_workers_for_an_update_raise_an_error():
     run = simulate(policy_of("k_sync", k=2), delays_of([1.0, 1.0, 1.0]), departures={1: 2.5, 2: 2.5})
     with pytest.raises(
-        ExperimentError, match="at 3 virtual seconds, because no worker .* lets no worker start; 2 of 3"
+        ExperimentError, match="at 3 virtual seconds, because no worker .* lets no worker start: 2 of 3"
     ):
         run.advance(100)
     assert run.server.version == 2
