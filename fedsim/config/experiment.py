@@ -164,9 +164,9 @@ class Experiment(Settings):
         return self
 
     @model_validator(mode="after")
-    def _ignore_samples(self) -> Experiment:
-        """Use the rule `mean` by default where the server does not weight workers by samples."""
-        if self.ignores_samples and "rule" not in self.aggregate.model_fields_set:
+    def _clip_equally(self) -> Experiment:
+        """Use the rule `mean` by default where the server clips all updates equally, for privacy."""
+        if self.privacy.component.at_server and "rule" not in self.aggregate.model_fields_set:
             aggregate = self.aggregate.model_copy(update={"rule": "mean"})
             aggregate.model_fields_set.discard("rule")
             object.__setattr__(self, "aggregate", aggregate)  # the model is frozen

@@ -546,7 +546,7 @@ class TopAggregate(ComponentTable):
     rule: Name | list[Name | dict[str, Any]] = "weighted_mean"
     """Aggregation rule, or a list of pre-aggregators and a rule. Each is a name or a table {rule, parameters}.
     Lists of names can be written as `nnm+krum`. The default of `aggregate.rule` is `mean` with central differential
-    privacy, and with asynchronous policies that have a server."""
+    privacy, which weights all workers equally. Asynchronous policies with a server never weight by samples."""
     f: Count | None = None
     """Number of Byzantine updates that the rule must tolerate, for rules with this parameter. Unset: true number."""
     weights: Literal["uniform", "samples"] | list[NonNegativeFloat] | None = None

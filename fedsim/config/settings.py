@@ -245,13 +245,6 @@ class Settings(Table):
         return self.aggregate.weights or ("samples" if by_samples else "uniform")
 
     @property
-    def ignores_samples(self) -> str | None:
-        """The setting under which the server never weights workers by samples, or None."""
-        if self.privacy.component.at_server:
-            return self.privacy.setting
-        return None if self.in_rounds or self.policy.component.uses_topology else self.policy.setting
-
-    @property
     def weight_total(self) -> float | None:
         """Divisor of weighted sums of updates, or None if the divisor is the sum of the weights."""
         if self.privacy.component.at_server:

@@ -359,7 +359,7 @@ class TopAggregateTable(TypedDict, total=False):
     """The rule that aggregates the models of the groups into the global model, if `groups` is set."""
 
     rule: Rules | Component | Sequence[Rules | Component | Mapping[str, Any]]
-    """Aggregation rule, or a list of pre-aggregators and a rule. Each is a name or a table {rule, parameters}. Lists of names can be written as `nnm+krum`. The default of `aggregate.rule` is `mean` with central differential privacy, and with asynchronous policies that have a server."""
+    """Aggregation rule, or a list of pre-aggregators and a rule. Each is a name or a table {rule, parameters}. Lists of names can be written as `nnm+krum`. The default of `aggregate.rule` is `mean` with central differential privacy, which weights all workers equally. Asynchronous policies with a server never weight by samples."""
     f: int | None
     """Number of Byzantine updates that the rule must tolerate, for rules with this parameter. Unset: true number."""
     weights: Literal['uniform', 'samples'] | Sequence[float] | None
@@ -407,7 +407,7 @@ class AggregateTable(TypedDict, total=False):
     """How the updates of a cohort, or of the workers of each group, are aggregated into one update."""
 
     rule: Rules | Component | Sequence[Rules | Component | Mapping[str, Any]]
-    """Aggregation rule, or a list of pre-aggregators and a rule. Each is a name or a table {rule, parameters}. Lists of names can be written as `nnm+krum`. The default of `aggregate.rule` is `mean` with central differential privacy, and with asynchronous policies that have a server."""
+    """Aggregation rule, or a list of pre-aggregators and a rule. Each is a name or a table {rule, parameters}. Lists of names can be written as `nnm+krum`. The default of `aggregate.rule` is `mean` with central differential privacy, which weights all workers equally. Asynchronous policies with a server never weight by samples."""
     f: int | None
     """Number of Byzantine updates that the rule must tolerate, for rules with this parameter. Unset: true number."""
     weights: Literal['uniform', 'samples', 'inverse_probability'] | Sequence[float] | None

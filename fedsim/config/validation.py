@@ -101,9 +101,6 @@ def rarely_intended(experiment: Settings) -> list[str]:
         if table.count(n) and "name" not in table.model_fields_set
     )
     lines += [large_delta(experiment), _warning_about_neighbours(experiment)]
-    if experiment.rule.needs_weights and experiment.ignores_samples and not experiment.in_rounds:
-        setting = experiment.aggregate.setting
-        lines.append(f"{setting}: {experiment.ignores_samples} does not weight by samples; use aggregate.rule=mean")
     return [line for line in lines if line]
 
 

@@ -124,7 +124,13 @@ def _drop_huge(value: float | None, info: ValidationInfo) -> float | None:
     return None if value is not None and info.mode == "json" and not abs(value) <= LARGEST else value
 
 
+def _drop_huge_of(values: list[float | None], info: ValidationInfo) -> list[float | None]:
+    """Apply `_drop_huge` to a list, which may have one number per worker."""
+    return [_drop_huge(value, info) for value in values] if info.mode == "json" else values
+
+
 Number = Annotated[float | None, AfterValidator(_drop_huge)]
+Numbers = Annotated[list[float | None], AfterValidator(_drop_huge_of)]
 Duration = Annotated[float, Field(ge=0, le=LARGEST)]
 Text = Annotated[str, AfterValidator(cut)]
 Named = Annotated[dict[Text, Number], Field(max_length=MOST_NAMES)]
@@ -236,15 +242,15 @@ class RaceRecord(Record):
 
     runs: Count | None = None
     """Number of repetitions."""
-    test_accuracies: list[Number] = field(default_factory=list)
+    test_accuracies: Numbers = field(default_factory=list)
     """Test accuracy of each repetition."""
     test_accuracy_half_width: Number = None
     """Half width of the 95 percent interval around the mean test accuracy, or None for a single repetition."""
-    test_losses: list[Number] = field(default_factory=list)
+    test_losses: Numbers = field(default_factory=list)
     """Test loss of each repetition."""
-    train_losses: list[Number] = field(default_factory=list)
+    train_losses: Numbers = field(default_factory=list)
     """Train loss of each repetition."""
-    samples_per_second: list[Number] = field(default_factory=list)
+    samples_per_second: Numbers = field(default_factory=list)
     """Training samples per second of each repetition, not counting the time of tests."""
     updates: Count | None = None
     """Number of updates in the round."""
@@ -314,7 +320,7 @@ class RoundRecord(Record):
     """Seconds of each phase: `broadcast` (copying the global model to the workers), `train`, `aggregate`, `test`."""
     cohort: list[Count] = field(default_factory=list)
     """IDs of the workers that took part. Empty if no worker was available or no worker reported."""
-    weights: list[Number] | None = None
+    weights: Numbers | None = None
     """Weight of each worker of the cohort in the aggregate, or None if the rule has no weights."""
     clusters: list[Count] = field(default_factory=list)
     """Index of the global model that each worker of the cohort selected and trained. Empty if there is only one."""
@@ -334,7 +340,7 @@ class RoundRecord(Record):
     """Bytes between the groups and the top level, in both directions, or None without `groups`."""
     samples: list[Count] = field(default_factory=list)
     """Number of samples that each worker of the cohort trained on. A sample in two epochs counts twice."""
-    train_losses: list[Number] = field(default_factory=list)
+    train_losses: Numbers = field(default_factory=list)
     """Mean loss of each worker of the cohort during training, over its `samples`. None for a worker without samples or
     with a loss that is not finite. Empty with asynchronous policies and in races."""
     virtual_seconds: Annotated[

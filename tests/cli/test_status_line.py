@@ -19,7 +19,7 @@ from tests.report.folders import invent_run
     [
         (lambda folder: commands.report(folder), "writing the report"),
         (lambda folder: commands.plot([str(folder)], out=folder / "x.png"), "drawing the figure"),
-        (lambda folder: commands.list_command("rules"), "importing the components"),
+        (lambda folder: commands.list_command(["rules"]), "importing the components"),
     ],
 )
 def test_a_command_shows_and_erases_its_line(command, text, monkeypatch, tmp_path, capsys):

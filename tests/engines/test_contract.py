@@ -371,6 +371,8 @@ def assert_close(serial, actual, tolerance):
 def nearly(value, tolerance):
     if isinstance(value, dict):
         return {key: nearly(of_key, tolerance) for key, of_key in value.items()}
+    if isinstance(value, list):
+        return [nearly(item, tolerance) for item in value]
     return value if value is None or isinstance(value, str) else pytest.approx(value, abs=tolerance, rel=0)
 
 
