@@ -23,6 +23,11 @@ def labels_of(words: Iterable[str], axes: Axes) -> dict[str, str]:
     for word in words:
         name = next((name for name in names if word.startswith(f"{name}=")), word.partition("=")[0])
         labels[name] = word.removeprefix(name).removeprefix("=")
+        if other := next((other for other in names if f",{other}=" in f",{labels[name]}"), None):
+            raise ExperimentError(
+                f"label {show(word)}: would rename only {name}; write --label for each name, as in --label {name}=A "
+                f"--label {other}=B"
+            )
     check_labels(labels, axes)
     return labels
 

@@ -27,7 +27,7 @@ from fedsim.hints.attributes import hinting
 from fedsim.records.history import METRICS
 from fedsim.records.numbers import round_rows, to_frame
 from fedsim.records.reader import Run
-from fedsim.system.files import is_file, is_outside
+from fedsim.system.files import is_file, is_outside, user_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,11 +56,12 @@ class Comparison(ComparedRuns):
     """
 
     @classmethod
-    def read(cls, folder: Path) -> Comparison:
+    def read(cls, folder: str | Path) -> Comparison:
         """Read the results of a comparison from its folder. No code from the folder is executed.
 
         Raises RecordError if the folder is damaged or does not contain a comparison.
         """
+        folder = user_path(folder)
         path, runs, points, folders = folder / COMPARISON, list[Run](), set[str](), set[Path]()
         file = read_comparison_file(path)
         known = positions_in(file.axes)

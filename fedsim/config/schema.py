@@ -234,7 +234,13 @@ class Partition(ComponentTable):
     @model_validator(mode="before")
     @classmethod
     def _list_is_given(cls, value: Any) -> Any:
-        is_pair = isinstance(value, list) and isinstance(next(iter(value), None), str)  # ["dirichlet", 0.1]
+        first = next(iter(value), None) if isinstance(value, list) else None
+        is_pair = isinstance(first, str)  # ["dirichlet", 0.1]
+        if isinstance(first, int):
+            raise ExperimentError(
+                "partition: has one number per sample, but needs one list of samples per worker, such as "
+                "[numpy.flatnonzero(ids == k) for k in range(workers)]"
+            )
         return {"name": "given", "shards": value} if isinstance(value, list) and not is_pair else value
 
 

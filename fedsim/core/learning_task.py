@@ -305,8 +305,10 @@ class Regression:
         shape, wanted = shape_of(outputs), tuple(targets.shape)
         if shape != wanted and not (targets.ndim == 1 and shape == (*wanted, 1)):
             or_column = " or [batch, 1]" if targets.ndim == 1 else ""
+            or_labels = "; for a classification, use integers as targets" if targets.ndim == 1 else ""
             raise ExperimentError(
-                f"the model must return a tensor of the targets' shape, {list(wanted)}{or_column}; it returned {shape}"
+                f"the model must return a tensor of the targets' shape, {list(wanted)}{or_column}; it returned "
+                f"{shape}{or_labels}"
             )
 
 

@@ -317,7 +317,10 @@ def as_tensor_data(data: Any) -> TensorData:
         if not len(data):
             raise DataError("has no samples")
         if isinstance(data[0], (tuple, list)) and len(data[0]) > 2:
-            line = f"samples have {len(data[0])} parts, of which only the first two are used, as input and target"
+            line = (
+                f"samples have {len(data[0])} parts, of which only the first two are used, as input and target; a "
+                "sample with two inputs is ((a, b), target)"
+            )
             warnings.warn(line, FedsimWarning, stacklevel=2)
         samples = [as_pair(data[index], index) for index in range(len(data))]
         pictures = hasattr(samples[0][0], "getbands")  # images of PIL

@@ -94,6 +94,7 @@ def test_other_names_are_in_text_figures_and_settings_and_change_no_number(compa
         (["krun=Krum"], 'label "krun": is not a compared key or value; did you mean "krum"?'),
         (["seed=Seed"], 'label "seed": is not a compared key or value; allowed: aggregate.rule'),
         (["krum"], 'label "krum" = "": must be a non-empty string, as in krum=NEW'),
+        (["krum=A,mean=B"], 'label "krum=A,mean=B": would rename only krum; write --label for each name'),
         (["krum=mean"], 'label "mean": would name two keys or values; use different labels'),
     ],
 )

@@ -200,7 +200,7 @@ def test_other_objects_are_refused_in_one_line(data, match):
 
 def test_parts_of_samples_that_are_not_used_are_named():
     data = TensorDataset(*PAIRS.tensors, torch.arange(60))
-    train, _ = load(data, "samples have 3 parts, of which only the first two are used, as input and target")
+    train, _ = load(data, "a sample with two inputs is ((a, b), target)")
     assert train.inputs.shape == (48, 2)
 
 
