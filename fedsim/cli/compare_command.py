@@ -165,7 +165,7 @@ def compare(
             skip_invalid=skip_invalid or None,
             heatmap=heatmap,
         )
-        looks = False  # at a finished comparison, with other settings
+        only_shown = False  # a finished comparison, with other settings
         if folders:
             if len(folders) < len(all_words) or shard or dry_run or skip_invalid or jobs is not None:
                 raise ExperimentError(
@@ -173,8 +173,8 @@ def compare(
                     "--metric, --heatmap, --table, --label, --quiet and --allow-imports; remove all other options and "
                     "arguments"
                 )
-            looks = out is None and len(folders) == 1 and settings != NO_SETTINGS
-            if looks and heatmap is not None:
+            only_shown = out is None and len(folders) == 1 and settings != NO_SETTINGS
+            if only_shown and heatmap is not None:
                 raise ExperimentError(f"--heatmap: draws figures, so it needs an output folder; add --out {folders[0]}")
             with status_line("reading the runs and drawing the figures"):
                 comparison = _merge(folders, out, settings, allow_imports=allow_imports)
@@ -193,7 +193,7 @@ def compare(
                 comparison = _run(plan, part, out, jobs, quiet=quiet)
         if not quiet and not shard:
             print(TABLES[table](comparison.renamed(labels)), end="\n\n")
-            if looks:
+            if only_shown:
                 print(f"the files keep their settings; to change them, add --out {folders[0]}", file=lines)
         print(comparison.folder, file=lines)
         for failed in comparison.failed:

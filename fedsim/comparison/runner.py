@@ -223,7 +223,7 @@ def summarised(folder: ComparisonFolder, painter: Painter | None) -> Comparison:
 
 
 def warn_about(plan: ComparisonPlan, runs: Sequence[PlannedRun], *, keeps_folder: bool) -> None:
-    """Issue the warnings about a comparison before it executes `runs`, each only once.
+    """Show each warning about a comparison once, before `runs` are executed.
 
     `keeps_folder`: whether interrupted runs can be resumed.
     """
@@ -329,13 +329,13 @@ def merge(
     for source, source_plan in comparisons.items():
         if lines := differences_of_comparisons(first, source_plan):
             raise RecordError(f"{source}: holds a different comparison than {sources[0]}\n" + "\n".join(lines))
-    looks = out is None and settings != NO_SETTINGS
+    only_shown = out is None and settings != NO_SETTINGS
     settings = ComparisonSettings(**first.settings.given | settings.given)
-    if looks:
+    if only_shown:
         settings = replace(settings, heatmap=None)  # which is not drawn, and may need the axis of `worst`
     file = sources[0] / COMPARISON
     plan = plan_comparison(first.base, first.axes, (), settings, file=file, allow_imports=allow_imports, to_run=False)
-    stored = first.settings if looks else plan.settings
+    stored = first.settings if only_shown else plan.settings
     with ComparisonFolder(out or folders[0], replace(plan, settings=stored)) as folder:
         for run in folder.plan.runs:
             if not folder.is_finished(run) and (source_folder := _find(run, comparisons, folder.run_folder(run))):
@@ -343,7 +343,7 @@ def merge(
                 _copy(source_folder, folder.run_folder(run))
         comparison = summarised(folder, Painter(_formats(folder.plan)))
         folder.plan = replace(folder.plan, settings=plan.settings)
-        return folder.comparison() if looks else comparison
+        return folder.comparison() if only_shown else comparison
 
 
 def _sources(folder: Path) -> list[Path]:

@@ -114,7 +114,7 @@ def describe(kind: str, registration: Registration) -> str:
 
 
 def described(head: str, target: Any, parameters: Iterable[str] = ()) -> str:
-    """Return `head`, the parameters and the docstring of a component as text."""
+    """Return a text that describes a component: `head`, then its parameters, then its docstring."""
     parts = ["\n".join(parameters), inspect.getdoc(target) or "no docstring"]
     return head + "\n" + "\n\n".join(textwrap.indent(part, "  ") for part in parts if part)
 

@@ -375,8 +375,8 @@ class Fragments(Table):
     """
 
     count: PositiveCount = 1
-    """Number of fragments. Each consists of consecutive parameter tensors, and all have about equal sizes. Every
-    `local.steps` steps, the next fragment is synchronized: each fragment once in `count` x `local.steps` steps."""
+    """Number of fragments. Each consists of consecutive parameter tensors, and all have about equal sizes. They
+    take turns: one fragment is synchronized after every `local.steps` steps."""
     delay: Count = 0
     """Number of steps of the next round after which workers receive the new fragment. They communicate meanwhile."""
     mixing: FractionBelowOne = 0.0

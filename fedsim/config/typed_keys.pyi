@@ -600,7 +600,7 @@ class FragmentsTable(TypedDict, total=False):
     """Streaming DiLoCo: workers keep their own models, and synchronize one fragment of the model in each round."""
 
     count: int
-    """Number of fragments. Each consists of consecutive parameter tensors, and all have about equal sizes. Every `local.steps` steps, the next fragment is synchronized: each fragment once in `count` x `local.steps` steps."""
+    """Number of fragments. Each consists of consecutive parameter tensors, and all have about equal sizes. They take turns: one fragment is synchronized after every `local.steps` steps."""
     delay: int
     """Number of steps of the next round after which workers receive the new fragment. They communicate meanwhile."""
     mixing: float

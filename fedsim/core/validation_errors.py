@@ -73,7 +73,7 @@ def _unmet(requirements: Mapping[str, tuple[Any, list[str]]], table_keys: Mappin
 
 
 def _key_at(location: Iterable[int | str], model: type[BaseModel]) -> tuple[list[int | str], Any]:
-    """Return the parts of the key in which pydantic found a problem, and the type of the key.
+    """Return the key (in parts) whose value pydantic has refused, and the type of this key.
 
     `location` is the path to the problem in pydantic's words. For a value of a union type, it also contains the type
     that was tried: ("inputs", "dict[str,str]", "x") becomes ("inputs", "x").
